@@ -1,0 +1,57 @@
+"""What every stage's engine offers; servers, benchmarks and tests rely on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shared.config import EngineConfig
+from shared.outputs import StepOutput
+from shared.sampling_params import SamplingParams
+from shared.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+    """None for dummy weights of a real size: there are no files to read one from."""
+
+    @property
+    def max_model_length(self) -> int:
+        """The effective maximum of prompt and output tokens of a sequence."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises the ValueError that `add_request` would raise; enqueues nothing."""
+        ...
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Queue a request. Raises ValueError, with nothing enqueued, if it can never run."""
+        ...
+
+    def abort_request(self, request_id: str) -> None:
+        """Drop a request between steps; nothing more comes out of it. Idempotent."""
+        ...
+
+    def abort_sequence(self, request_id: str, index: int) -> None:
+        """Drop one of a request's completions."""
+        ...
+
+    def step(self) -> list[StepOutput]:
+        """Advance. An empty list is legal: a step may only have computed a part of a prompt."""
+        ...
+
+    def has_unfinished_requests(self) -> bool: ...
+
+    def describe(self) -> dict[str, object]:
+        """Effective settings."""
+        ...
+
+    def close(self) -> None:
+        """Release memory and files. Idempotent."""
+        ...

@@ -1,0 +1,85 @@
+"""Where sequences are: waiting in arrival order, or running with a slot and blocks.
+
+The moves between the two are the same in every stage; when to make them is each stage's policy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shared.engine.block_manager import BlockManager
+from shared.engine.sequence import Sequence
+from shared.engine.slots import SlotTable
+
+
+class Queues:
+    def __init__(self, table: SlotTable, block_manager: BlockManager) -> None:
+        self.table = table
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self._unfinished: dict[str, dict[int, Sequence]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._unfinished
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue the sequences of one request behind all others."""
+        self.waiting.extend(sequences)
+        self._unfinished[sequences[0].request_id] = {s.index: s for s in sequences}
+
+    def admit(self, prefix: list[int]) -> Sequence:
+        """The first waiting sequence starts to run, with `prefix` (from find_prefix) computed."""
+        sequence = self.waiting.popleft()
+        self.table.acquire(sequence)
+        self.block_manager.hold_prefix(sequence, prefix)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        self.running.append(sequence)
+        return sequence
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the waiting queue; what was computed is computed again (vLLM's
+        "recompute" preemption). Generated tokens stay: the recomputation is a longer prompt."""
+        self.running.remove(sequence)
+        self._let_go(sequence)
+        self.waiting.appendleft(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._let_go(sequence)
+        self._forget(sequence)
+
+    def finish_all(self, sequences: list[Sequence]) -> None:
+        """`finish` for many at once, in one pass over the running list."""
+        gone = set(map(id, sequences))
+        self.running = [s for s in self.running if id(s) not in gone]
+        for sequence in sequences:
+            self._let_go(sequence)
+            self._forget(sequence)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request, or one of its completions. Unknown ones are no error: it may just have
+        finished."""
+        sequences = self._unfinished.get(request_id, {})
+        chosen = [s for s in sequences.values() if index is None or s.index == index]
+        for sequence in chosen:
+            if sequence.is_running:
+                self.finish(sequence)
+            else:
+                self.waiting.remove(sequence)
+                self._forget(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.block_manager.free(sequence)
+        self.table.release(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        siblings = self._unfinished[sequence.request_id]
+        del siblings[sequence.index]
+        if not siblings:
+            del self._unfinished[sequence.request_id]

@@ -1,0 +1,94 @@
+"""From a request to its sequences. Everything that could make it fail later is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from shared.engine.sequence import Sequence
+from shared.engine.slots import Limits
+from shared.kernels.sampling import sequence_seed
+from shared.sampling_params import SamplingParams
+
+
+def check_token_ids(token_ids: SequenceOf[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """[n] int32. Raises ValueError naming prompt_token_ids and the first id that is wrong."""
+    if isinstance(token_ids, np.ndarray):
+        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"prompt_token_ids must be one row of integers, got an array of "
+                f"{token_ids.dtype} with shape {token_ids.shape}"
+            )
+    else:
+        wrong = next((t for t in token_ids if type(t) is not int), None)
+        if wrong is not None:
+            raise ValueError(f"prompt_token_ids must be integers, got {wrong!r}")
+    if not len(token_ids):
+        raise ValueError("prompt_token_ids is empty: there is nothing to continue")
+    outside = next((t for t in (min(token_ids), max(token_ids)) if not 0 <= t < vocab_size), None)
+    if outside is not None:
+        raise ValueError(
+            f"prompt_token_ids holds {outside}, outside the vocabulary of {vocab_size} tokens"
+        )
+    return np.array(token_ids, np.int32)
+
+
+def check_lengths(num_prompt_tokens: int, params: SamplingParams, limits: Limits) -> None:
+    """Raises ValueError if the prompt leaves no room for a first token."""
+    room = limits.max_model_length - min(1, params.max_tokens)
+    if num_prompt_tokens > room:
+        raise ValueError(
+            f"prompt_token_ids has {num_prompt_tokens} tokens; at most {room} fit "
+            f"(max_model_length={limits.max_model_length}, KV pool of "
+            f"{limits.num_blocks * limits.block_size} tokens)"
+        )
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError if a sampling option names a token the model does not have."""
+    for name, ids in (
+        ("logit_bias", params.logit_bias or ()),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        outside = next((token for token in ids if token >= vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"{name} names token {outside}, outside the vocabulary of {vocab_size} tokens"
+            )
+
+
+def check_request(
+    prompt_token_ids: SequenceOf[int] | np.ndarray, params: SamplingParams, limits: Limits
+) -> np.ndarray:
+    """The prompt as [n] int32. Raises ValueError naming whatever could never run."""
+    tokens = check_token_ids(prompt_token_ids, limits.vocab_size)
+    check_lengths(len(tokens), params, limits)
+    check_vocabulary(params, limits.vocab_size)
+    return tokens
+
+
+def make_sequences(
+    request_id: str,
+    tokens: np.ndarray,
+    params: SamplingParams,
+    limits: Limits,
+    eos_token_ids: tuple[int, ...],
+    seed: int,
+) -> list[Sequence]:
+    """The `params.n` sequences of a checked request."""
+    stop_ids = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids |= frozenset(eos_token_ids)
+    return [
+        Sequence(
+            request_id,
+            index,
+            tokens,
+            params,
+            sequence_seed(seed, index),
+            limits.max_model_length,
+            stop_ids,
+        )
+        for index in range(params.n)
+    ]

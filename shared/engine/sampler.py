@@ -1,0 +1,487 @@
+"""From logits to token ids.
+
+Plain rows (greedy or temperature alone) are one kernel, `Sampler.sample_plain`, which the head's
+CUDA graph captures. A batch with any row that filters, penalises, biases, has min_tokens or wants
+logprobs comes to `Sampler.sample`, eagerly. Per row and in vLLM's order: logprobs of the model's
+own logits; logit_bias; min_tokens; repetition, frequency, presence penalty; temperature; min_p;
+top_k; top_p; Gumbel-max. Filters only set logits to -inf and the noise is the plain kernel's, so a
+row draws the same token on either path, alone or among any neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shared.kernels.sampling import gumbel_argmax
+from shared.outputs import Logprob, TokenLogprobs
+from shared.sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.integer]
+FloatArray = npt.NDArray[np.floating]
+# A change of the logits [rows, V] in place, and the host arrays it wants to see on the device.
+Change = tuple[Callable[..., None], tuple[npt.NDArray[np.generic], ...]]
+
+# Logits processed together: 27 rows of 151936. Bounds the temporaries (top_p takes some 60 bytes
+# per logit) to about 250 MB whatever the batch.
+_GROUP_ELEMENTS = 1 << 22
+# What the most probable token of a row weighs in top_p's sums. 2**18 such tokens fit in int64.
+_WEIGHT_OF_BEST = float(1 << 44)
+_UPLOAD_ALIGNMENT = 16
+
+
+@dataclass
+class SamplingRows:
+    """The K rows of a batch that sample, described on the host.
+
+    `owners` (0, 1, ...) identifies one stay of a sequence in a slot: never used twice, also not by
+    the same sequence after a preemption. `known_tokens(row)` gives the prompt and output tokens the
+    host knows; it is asked once per stay, for penalised rows only, and must then know all
+    `positions[row]` of them (nothing of this stay has been sampled yet).
+    """
+
+    slots: IntArray
+    positions: IntArray  # tokens before the one sampled, those in flight included
+    temperature: FloatArray
+    seeds: IntArray  # int64, from sequence_seed
+    params: Sequence[SamplingParams]
+    prompt_lengths: IntArray
+    owners: IntArray
+    known_tokens: Callable[[int], Sequence[int] | IntArray]
+
+
+@dataclass
+class LogprobTensors:
+    """Log probabilities of N tokens: the chosen one in column 0, then the most probable ones.
+
+    A rank is one more than the number of tokens with a strictly larger logit: equals share it.
+    Which of equals is among the most probable ones, when not all can be, is left open.
+    """
+
+    ids: torch.Tensor  # [N, 1 + k] int32
+    values: torch.Tensor  # [N, 1 + k] float32
+    ranks: torch.Tensor  # [N, 1 + k] int32
+    num_top: list[int]  # columns after the first that belong to each row
+
+    def to_host(self) -> LogprobTensors:
+        """Enqueues the copies; they may be read once the stream has been synchronised."""
+        return LogprobTensors(
+            _to_host(self.ids), _to_host(self.values), _to_host(self.ranks), self.num_top
+        )
+
+    def to_dicts(self) -> list[TokenLogprobs]:
+        dicts: list[TokenLogprobs] = []
+        columns = (self.ids.tolist(), self.values.tolist(), self.ranks.tolist())
+        for num_top, ids, values, ranks in zip(self.num_top, *columns, strict=True):
+            entries: TokenLogprobs = {}
+            for token_id, value, rank in zip(ids[: 1 + num_top], values, ranks, strict=False):
+                entries.setdefault(token_id, Logprob(value, rank))
+            dicts.append(entries)
+        return dicts
+
+
+@dataclass
+class SampledBatch:
+    """What was sampled, on the device until a commit asks for it."""
+
+    token_ids: torch.Tensor  # [K] int32
+    logprobs: LogprobTensors | None = None
+    logprob_rows: IntArray | None = None  # which of the K rows `logprobs` describes
+
+    def to_host(self) -> SampledBatch:
+        """Enqueues the copies; they may be read once the stream has been synchronised."""
+        logprobs = None if self.logprobs is None else self.logprobs.to_host()
+        return SampledBatch(_to_host(self.token_ids), logprobs, self.logprob_rows)
+
+    def token_logprobs(self) -> list[TokenLogprobs | None]:
+        """One entry per row, None for a row that did not ask."""
+        entries: list[TokenLogprobs | None] = [None] * len(self.token_ids)
+        if self.logprobs is not None and self.logprob_rows is not None:
+            for row, of_row in zip(self.logprob_rows, self.logprobs.to_dicts(), strict=True):
+                entries[row] = of_row
+        return entries
+
+
+class TokenHistory:
+    """The tokens of penalised sequences, on the device, one row per slot.
+
+    The host uploads what it knows when a slot has a new owner; each token sampled afterwards is
+    appended here, on the device, because the next step may be submitted before the host has read
+    it. None is missed, although plain batches do not append: a penalised row makes every batch it
+    is in an eager one.
+    """
+
+    def __init__(self, num_slots: int, num_tokens: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(num_slots, num_tokens, dtype=torch.int32, device=device)
+        self._owners = np.full(num_slots, -1, dtype=np.int64)
+
+    def changed(self, rows: SamplingRows, selected: IntArray) -> tuple[list[int], list[IntArray]]:
+        """Slots of the selected rows that have a new owner, and the tokens to store there."""
+        slots: list[int] = []
+        tokens: list[IntArray] = []
+        for row in selected[self._owners[rows.slots[selected]] != rows.owners[selected]].tolist():
+            slot, length = int(rows.slots[row]), int(rows.positions[row])
+            known = np.asarray(rows.known_tokens(row), dtype=np.int32)
+            if len(known) < length:
+                raise ValueError(
+                    f"slot {slot} has a new owner with {length} tokens; the host knows only "
+                    f"{len(known)}"
+                )
+            slots.append(slot)
+            tokens.append(known[:length])
+            self._owners[slot] = rows.owners[row]
+        return slots, tokens
+
+
+class Sampler:
+    """vocab_size is the width of the logits; min_tokens forbids eos_token_ids."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_sequences: int,
+        max_model_length: int,
+        device: torch.device,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_num_sequences = max_num_sequences
+        self.max_model_length = max_model_length
+        self.device = device
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._group = max(1, _GROUP_ELEMENTS // max(vocab_size, max_model_length))
+        # max_num_sequences * max_model_length * 4 bytes; most services never see a penalty.
+        self._history: TokenHistory | None = None
+
+    def check_params(self, params: SamplingParams) -> None:
+        """ValueError naming the field if it holds ids outside the vocabulary: on the device such
+        an id would end the process, not the request."""
+        fields = {"logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids}
+        for name, ids in fields.items():
+            for token_id in ids:
+                if token_id >= self.vocab_size:
+                    last = self.vocab_size - 1
+                    raise ValueError(f"{name} has token {token_id}; the vocabulary ends at {last}")
+
+    def sample_plain(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """logits [K, V], temperature [K] float32, seeds [K] int64, positions [K] int32, all on the
+        device -> token ids [K] int32. Fit for capture in a CUDA graph."""
+        return gumbel_argmax(logits, temperature, seeds, positions)
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledBatch:
+        """logits [K, V] of any float dtype, not modified. Never waits for the device."""
+        if len(rows.positions) and rows.positions.max() > self.max_model_length:
+            raise ValueError(f"a position is beyond max_model_length={self.max_model_length}")
+        num_outputs = (rows.positions - rows.prompt_lengths).tolist()
+        each = zip(rows.params, rows.temperature.tolist(), num_outputs, strict=True)
+        touched = np.flatnonzero([_changes_logits(*row) for row in each])
+        asking = np.flatnonzero([params.logprobs is not None for params in rows.params])
+        temperature, seeds, positions, slots, touched_rows, asking_rows = _upload(
+            self.device,
+            rows.temperature.astype(np.float32),
+            rows.seeds.astype(np.int64),
+            rows.positions.astype(np.int32),
+            rows.slots.astype(np.int64),
+            touched,
+            asking,
+        )
+        if len(touched) < len(rows.params):
+            # Touched rows included, to be overwritten: cheaper than to gather the others.
+            token_ids = gumbel_argmax(logits, temperature, seeds, positions)
+        else:
+            token_ids = torch.empty(len(rows.params), dtype=torch.int32, device=self.device)
+        for begin in range(0, len(touched), self._group):
+            part = slice(begin, begin + self._group)
+            index = touched_rows[part]
+            work = logits[index].float()  # indexing has copied
+            self._apply(self._changes(rows, touched[part]), work)
+            sampled = gumbel_argmax(work, temperature[index], seeds[index], positions[index])
+            token_ids[index] = sampled
+            if self._history is not None:  # unpenalised rows, too: nobody reads theirs
+                self._history.tokens[slots[index], positions[index].long()] = sampled
+        if not len(asking):
+            return SampledBatch(token_ids)
+        num_top = [rows.params[row].logprobs or 0 for row in asking.tolist()]
+        logprobs = self._logprobs(logits, asking_rows, token_ids[asking_rows], num_top)
+        return SampledBatch(token_ids, logprobs, asking)
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> LogprobTensors:
+        """logits [N, V], targets [N] of any int dtype -> targets' logprobs and the num_top best."""
+        rows = torch.arange(len(targets), device=logits.device)
+        return self._logprobs(logits, rows, targets, [num_top] * len(targets))
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Compile what service will run and reach its peak of memory, before the KV pool is sized.
+
+        logits [K, V]: as many rows as in service, in its dtype; the values do not matter.
+        """
+        num_rows = len(logits)
+        penalised = SamplingParams(top_k=50, top_p=0.9, min_p=0.1, presence_penalty=1, logprobs=1)
+        nucleus = SamplingParams(top_p=0.9, logprobs=1)
+        tokens = np.zeros(self.max_model_length, dtype=np.int32)
+        integers = np.arange(num_rows)
+        rows = SamplingRows(
+            slots=integers,
+            positions=np.full(num_rows, len(tokens)),
+            temperature=np.ones(num_rows),
+            seeds=integers,
+            params=[penalised, *[nucleus] * (num_rows - 1)],
+            prompt_lengths=np.full(num_rows, len(tokens)),
+            owners=integers,
+            known_tokens=lambda row: tokens,
+        )
+        dtypes = (np.float32, np.int64, np.int32)
+        self.sample_plain(logits, *_upload(self.device, *(integers.astype(d) for d in dtypes)))
+        self.sample(logits, rows)
+        self._history = None
+
+    def _changes(self, rows: SamplingRows, selected: IntArray) -> list[Change]:
+        """What happens to the logits of the selected rows before the noise, in order. The row
+        numbers in it count the selected rows."""
+        params = [rows.params[row] for row in selected.tolist()]
+        num_outputs = (rows.positions - rows.prompt_lengths)[selected]
+        temperature = rows.temperature[selected].astype(np.float32)
+        changes: list[Change] = []
+
+        bias = [
+            (row, token_id, value)
+            for row, p in enumerate(params)
+            for token_id, value in (p.logit_bias or {}).items()
+        ]
+        if bias:
+            row_numbers, ids, values = zip(*bias, strict=True)
+            changes.append((_add_bias, (_ints(row_numbers), _ints(ids), _floats(values))))
+
+        forbidden = [
+            (row, token_id)
+            for row, p in enumerate(params)
+            if num_outputs[row] < p.min_tokens
+            for token_id in {*self.eos_token_ids, *p.stop_token_ids}
+            if token_id < self.vocab_size
+        ]
+        if forbidden:
+            row_numbers, ids = zip(*forbidden, strict=True)
+            changes.append((_forbid, (_ints(row_numbers), _ints(ids))))
+
+        penalised = np.flatnonzero([p.has_penalties for p in params])
+        if len(penalised):
+            changes.append(self._penalties(rows, selected[penalised], penalised))
+
+        # Filters never remove the largest logit, which is all a greedy row looks at.
+        random = temperature > 0
+        min_p = _floats([p.min_p for p in params])
+        top_k = _ints([p.top_k if 0 < p.top_k < self.vocab_size else 0 for p in params])
+        top_p = np.array([p.top_p for p in params])
+        chosen = np.flatnonzero(random & (min_p > 0))
+        if len(chosen):
+            changes.append((_mask_min_p, (chosen, temperature[chosen] * np.log(min_p[chosen]))))
+        has_top_k, has_top_p = random & (top_k > 0), random & (top_p < 1)
+        chosen = np.flatnonzero(has_top_k)
+        if len(chosen):
+            k = top_k[chosen]
+            changes.append((partial(_mask_top_k, int(k.max())), (chosen, k)))
+        # Few candidates are left of rows that have both, and no sort of the vocabulary is needed.
+        for wanted in (has_top_p & has_top_k, has_top_p & ~has_top_k):
+            chosen = np.flatnonzero(wanted)
+            if len(chosen):
+                most = int(top_k[chosen].max()) or self.vocab_size
+                arrays = (chosen, temperature[chosen], top_p[chosen])
+                changes.append((partial(_mask_top_p, most), arrays))
+        return changes
+
+    def _penalties(self, rows: SamplingRows, selected: IntArray, row_numbers: IntArray) -> Change:
+        if self._history is None:
+            # One column more than a sequence can have: its last token is never looked at again.
+            num_tokens = self.max_model_length + 1
+            self._history = TokenHistory(self.max_num_sequences, num_tokens, self.device)
+        slots, tokens = self._history.changed(rows, selected)
+        params = [rows.params[row] for row in selected.tolist()]
+        lengths = _ints(rows.positions[selected])
+        arrays = (
+            row_numbers,
+            _ints(rows.slots[selected]),
+            lengths,
+            _ints(rows.prompt_lengths[selected]),
+            _floats([p.repetition_penalty for p in params]),
+            _floats([p.frequency_penalty for p in params]),
+            _floats([p.presence_penalty for p in params]),
+            *tokens,
+        )
+        return partial(_penalise, self._history.tokens, slots, int(lengths.max())), arrays
+
+    def _apply(self, changes: list[Change], work: torch.Tensor) -> None:
+        arrays = (array for _, of_change in changes for array in of_change)
+        tensors = iter(_upload(self.device, *arrays))
+        for change, of_change in changes:
+            change(work, *(next(tensors) for _ in of_change))
+
+    def _logprobs(
+        self, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, num_top: list[int]
+    ) -> LogprobTensors:
+        num_top = [min(n, self.vocab_size) for n in num_top]
+        num_columns = 1 + max(num_top, default=0)
+        ids = torch.empty(len(rows), num_columns, dtype=torch.int32, device=logits.device)
+        values = torch.empty(len(rows), num_columns, dtype=torch.float32, device=logits.device)
+        ranks = torch.empty_like(ids)
+        for begin in range(0, len(rows), self._group):
+            part = slice(begin, begin + self._group)
+            raw = logits[rows[part]].float()
+            best = raw.topk(num_columns - 1)
+            target = targets[part].long().unsqueeze(1)
+            chosen = raw.gather(1, target)
+            ids[part, :1] = target
+            ids[part, 1:] = best.indices
+            values[part, :1] = chosen
+            values[part, 1:] = best.values
+            values[part] -= raw.logsumexp(1, keepdim=True)
+            ranks[part, :1] = (raw > chosen).sum(1, keepdim=True) + 1
+            ranks[part, 1:] = (best.values[:, None, :] > best.values[:, :, None]).sum(2) + 1
+        return LogprobTensors(ids, values, ranks, num_top)
+
+
+def _changes_logits(params: SamplingParams, temperature: float, num_outputs: int) -> bool:
+    filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    return (
+        (filters and temperature > 0)
+        or params.has_penalties
+        or bool(params.logit_bias)
+        or num_outputs < params.min_tokens
+    )
+
+
+def _add_bias(
+    work: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+) -> None:
+    work[rows, ids] += values  # the ids of a row are the keys of a dict: no pair comes twice
+
+
+def _forbid(work: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
+    work[rows, ids] = -torch.inf
+
+
+def _penalise(
+    history: torch.Tensor,
+    new_slots: Sequence[int],
+    longest: int,
+    work: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    *new_tokens: torch.Tensor,
+) -> None:
+    """Reads and writes only the logits of tokens in the histories [R, longest]. A token that
+    occurs several times is computed as often, always to the same value."""
+    for slot, of_slot in zip(new_slots, new_tokens, strict=True):
+        history[slot, : len(of_slot)] = of_slot
+    column = torch.arange(longest, device=work.device)
+    tokens = history[:, :longest].index_select(0, slots).long()
+    # Shorter rows are padded with their own first token, which only repeats its computation.
+    tokens = torch.where(column < lengths[:, None], tokens, tokens[:, :1])
+    is_output = (column >= prompt_lengths[:, None]) & (column < lengths[:, None])
+    table = torch.zeros(len(rows), work.shape[1], dtype=torch.int32, device=work.device)
+    count = table.scatter_add_(1, tokens, is_output.int()).gather(1, tokens)
+    logits = work[rows[:, None], tokens]
+    repetition = repetition[:, None]
+    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits -= frequency[:, None] * count
+    logits -= presence[:, None] * (count > 0)
+    work[rows[:, None], tokens] = logits
+
+
+def _mask_min_p(work: torch.Tensor, rows: torch.Tensor, distance: torch.Tensor) -> None:
+    """p < min_p * p_best, said of the logits: distance [R] = temperature * log(min_p) below 0."""
+    logits = work[rows]
+    best = logits.amax(1, keepdim=True)
+    work[rows] = logits.masked_fill_(logits - best < distance[:, None], -torch.inf)
+
+
+def _mask_top_k(most: int, work: torch.Tensor, rows: torch.Tensor, k: torch.Tensor) -> None:
+    """Everything smaller than the k-th largest logit goes: its equals stay, as in vLLM."""
+    logits = work[rows]
+    threshold = logits.topk(most).values.gather(1, k[:, None] - 1)
+    work[rows] = logits.masked_fill_(logits < threshold, -torch.inf)
+
+
+def _mask_top_p(
+    most: int,
+    work: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+) -> None:
+    """A token stays if the tokens before it, larger logits first and of equal ones lower ids
+    first, have less than p of the probability: the smallest set with p or more, never empty.
+
+    `most`: at least as many as the rows have different logits above -inf. top_p [R] float64.
+    Probabilities are whole numbers of 2**-44 of the best one's: their sums do not depend on the
+    order of summation, which on a GPU depends on the number of rows.
+    """
+    logits = work[rows]
+    ordered = logits.topk(most).values if most < logits.shape[1] else _descending(logits)
+    best = ordered[:, :1]
+
+    def weigh(x: torch.Tensor) -> torch.Tensor:
+        return (((x - best) / temperature[:, None]).exp() * _WEIGHT_OF_BEST).long()
+
+    weights = weigh(ordered)
+    total = weigh(logits).sum(1, keepdim=True)
+    quota = top_p[:, None] * total
+    before = weights.cumsum(1) - weights
+    last = ((before < quota).sum(1, keepdim=True) - 1).clamp_(min=0)
+    threshold = ordered.gather(1, last)
+    # Equals of the last token: as many stay as fit. Some may be beyond `most`.
+    larger = (weights * (ordered > threshold)).sum(1, keepdim=True)
+    fitting = ((quota - larger) / weights.gather(1, last)).ceil()
+    equal = logits == threshold
+    surplus = equal & (equal.cumsum(1, dtype=torch.int32) > fitting)
+    work[rows] = logits.masked_fill_((logits < threshold) | surplus, -torch.inf)
+
+
+def _descending(logits: torch.Tensor) -> torch.Tensor:
+    return logits.sort(1, descending=True).values
+
+
+def _ints(values: Sequence[int] | IntArray) -> IntArray:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _floats(values: Sequence[float]) -> FloatArray:
+    return np.asarray(values, dtype=np.float32)
+
+
+def _upload(device: torch.device, *arrays: npt.NDArray[np.generic]) -> list[torch.Tensor]:
+    """The arrays on the device, by one copy. On CUDA it is asynchronous; torch keeps the pinned
+    block from being used again before the copy has ended."""
+    offsets = [0]
+    for array in arrays:
+        offsets.append(offsets[-1] + -(-array.nbytes // _UPLOAD_ALIGNMENT) * _UPLOAD_ALIGNMENT)
+    block = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for array, offset in zip(arrays, offsets, strict=False):
+        block.numpy()[offset : offset + array.nbytes].view(array.dtype)[:] = array
+    on_device = block.to(device, non_blocking=True)
+    return [
+        on_device[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        for array, offset in zip(arrays, offsets, strict=False)
+    ]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

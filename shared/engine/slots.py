@@ -1,0 +1,108 @@
+"""Per-slot arrays: everything a step needs to know about running sequences, in numpy.
+
+A running sequence owns a slot (a row of every array here) until it finishes or is preempted.
+Building a batch for 512 sequences is then a few fancy-indexing operations instead of a loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from shared.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a runner can hold: fixed once weights, buffers and the KV pool are in memory."""
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_model_length: int
+    """The effective maximum: the smaller of the configured one and the tokens in the pool."""
+    max_num_sequences: int
+    max_num_batched_tokens: int
+
+
+class SlotTable:
+    """Free slots and the arrays. Lengths:
+
+    tokens        prompt ............ | generated ...
+                  0        num_prompt_tokens        num_tokens        finish_length
+    KV written    0 ............... num_computed_tokens
+
+    `num_tokens` counts a token from the moment its step is submitted; its value enters
+    `token_ids` when the step's result is committed.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        size, length = limits.max_num_sequences, limits.max_model_length
+        columns = -(-length // limits.block_size)
+        self.limits = limits
+        self.token_ids = np.zeros((size, length), np.int32)
+        self.num_tokens = np.zeros(size, np.int32)
+        self.num_prompt_tokens = np.zeros(size, np.int32)
+        self.num_computed_tokens = np.zeros(size, np.int32)
+        self.finish_length = np.zeros(size, np.int32)
+        self.block_table = np.zeros((size, columns), np.int32)
+        self.num_blocks = np.zeros(size, np.int32)
+        self.num_registered_blocks = np.zeros(size, np.int32)
+        self.temperature = np.zeros(size, np.float32)
+        self.seed = np.zeros(size, np.int64)
+        self.plain = np.zeros(size, np.bool_)
+        # The last token was sampled into this slot on the device, so the next input is read there.
+        self.decoding = np.zeros(size, np.bool_)
+        # Counts the slot's owners, so that state kept elsewhere can tell them apart.
+        self.generation = np.zeros(size, np.int64)
+        # Writes to block_table since the last batch (flat index -> block), for the device's copy.
+        # A dict: a cell written twice in one step must reach the device once, with its last value.
+        self.block_updates: dict[int, int] = {}
+        self._free = list(range(size - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, sequence: Sequence) -> None:
+        """Give a waiting sequence a slot and copy it in; nothing is computed yet."""
+        slot = self._free.pop()
+        tokens = sequence.token_ids
+        self.token_ids[slot, : len(tokens)] = tokens
+        self.num_tokens[slot] = len(tokens)
+        self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
+        self.num_computed_tokens[slot] = 0
+        self.finish_length[slot] = sequence.finish_length
+        self.num_blocks[slot] = 0
+        self.num_registered_blocks[slot] = 0
+        self.temperature[slot] = sequence.params.temperature
+        self.seed[slot] = sequence.seed
+        self.plain[slot] = sequence.params.is_plain
+        self.decoding[slot] = False
+        self.generation[slot] += 1
+        sequence.enter(self, slot)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the slot back; the sequence keeps its tokens."""
+        slot = sequence.slot
+        sequence.leave()
+        self._free.append(slot)
+
+    def append_blocks(self, slot: int, blocks: list[int]) -> None:
+        begin = int(self.num_blocks[slot])
+        self.block_table[slot, begin : begin + len(blocks)] = blocks
+        self.num_blocks[slot] += len(blocks)
+        first = slot * self.block_table.shape[1] + begin
+        self.block_updates.update(enumerate(blocks, first))
+
+    def blocks_of(self, slot: int) -> list[int]:
+        return self.block_table[slot, : self.num_blocks[slot]].tolist()
+
+    def take_block_updates(self) -> np.ndarray:
+        """[U, 2] int32 pairs (flat index into block_table, block); forgets them."""
+        updates = np.array(list(self.block_updates.items()), np.int32).reshape(-1, 2)
+        self.block_updates.clear()
+        return updates

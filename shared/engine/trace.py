@@ -1,0 +1,116 @@
+"""What every step did, one JSON object per line: the source of timelines, pictures and tests."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from shared.engine.batch import Batch, Schedule
+from shared.engine.block_manager import BlockEvent, BlockManager
+from shared.engine.queues import Queues
+from shared.engine.sequence import Sequence
+
+TRACE_VERSION = 1
+
+
+class StepRecord(msgspec.Struct, kw_only=True):
+    """One step. Sequences are named by request id, completions after the first by `id#index`."""
+
+    version: int = TRACE_VERSION
+    step: int
+    time: float
+    """Seconds since the trace began, at the start of the step."""
+    decodes: list[str]
+    prefills: list[tuple[str, int, int]]
+    """(sequence, first token, number of tokens)."""
+    preemptions: list[str]
+    prefix_hits: list[tuple[str, int]]
+    """(sequence, tokens found in the cache), for sequences admitted in this step."""
+    running: list[str]
+    waiting: list[str]
+    """Both after the step."""
+    block_events: list[BlockEvent]
+    free_blocks: int
+    schedule_ms: float
+    forward_ms: float
+    """Building the batch and submitting it; on cpu the forward pass itself."""
+    wait_ms: float
+    """Waiting for the sampled ids."""
+    graph: bool
+
+
+def name_of(sequence: Sequence) -> str:
+    return f"{sequence.request_id}#{sequence.index}" if sequence.index else sequence.request_id
+
+
+class StepClock:
+    """Host times of one step, taken at its boundaries."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.laps: list[float] = []
+
+    def lap(self) -> None:
+        self.laps.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        times = [self.started, *self.laps]
+        return [round((b - a) * 1e3, 4) for a, b in pairwise(times)]
+
+
+class TraceWriter:
+    """Appends StepRecords to a file."""
+
+    def __init__(self, path: str, queues: Queues, block_manager: BlockManager) -> None:
+        """Raises OSError if the file cannot be written."""
+        self._file = Path(path).open("wb")  # noqa: SIM115 (close() closes it)
+        self._encoder = msgspec.json.Encoder()
+        self._queues = queues
+        self._block_manager = block_manager
+        self._start = time.perf_counter()
+        self._step = 0
+        block_manager.events = []
+
+    def write(self, schedule: Schedule, batch: Batch, clock: StepClock, used_graph: bool) -> None:
+        """Call after the commit, so that blocks freed by finished sequences belong to this step."""
+        manager, queues, split = self._block_manager, self._queues, batch.num_decode_rows
+        names = [name_of(s) for s in batch.sequences]
+        starts = (batch.seq_lens - (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1])).tolist()
+        chunks = list(zip(names, starts, schedule.num_new_tokens, strict=True))
+        events, manager.events = manager.events or [], []
+        hit_blocks: dict[str, int] = {}
+        for _, event, request_id in events:
+            if event == "hit":
+                hit_blocks[request_id] = hit_blocks.get(request_id, 0) + 1
+        schedule_ms, forward_ms, wait_ms = clock.milliseconds()
+        record = StepRecord(
+            step=self._step,
+            time=round(clock.started - self._start, 6),
+            decodes=names[:split],
+            prefills=chunks[split:],
+            preemptions=[name_of(s) for s in schedule.preempted],
+            prefix_hits=[(name, n * manager.block_size) for name, n in hit_blocks.items()],
+            running=[name_of(s) for s in queues.running],
+            waiting=[name_of(s) for s in queues.waiting],
+            block_events=events,
+            free_blocks=manager.num_free_blocks,
+            schedule_ms=schedule_ms,
+            forward_ms=forward_ms,
+            wait_ms=wait_ms,
+            graph=used_graph,
+        )
+        self._file.write(self._encoder.encode(record) + b"\n")
+        self._file.flush()
+        self._step += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_trace(path: str | Path) -> list[StepRecord]:
+    """Raises msgspec.ValidationError for a line that is not a step of this version."""
+    decoder = msgspec.json.Decoder(StepRecord)
+    return [decoder.decode(line) for line in Path(path).read_bytes().splitlines()]

@@ -1,0 +1,45 @@
+"""Triton where it is installed. Without it (CPU-only installs, macOS) the kernels below their
+references stay plain functions that nobody calls, and every module still imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+    tl = None
+
+
+def jit(*, integers: Sequence[str] = (), metadata: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """Decorator for a kernel whose compiled form depends on constexprs and dtypes only.
+
+    Triton compiles a new variant when an integer becomes 1 or divisible by 16, and when a pointer
+    gains or loses 16-byte alignment: a pause in the middle of service. `integers` names every
+    run-time integer; `metadata` every pointer whose address moves by single elements (slices of a
+    packed block, `seq_lens[n:]`). The pointers left out are rows of tensors whose row size is a
+    multiple of 16 bytes: their alignment never changes, and knowing it makes loads 16 bytes wide.
+    """
+
+    def decorate(function: Any) -> Any:
+        if triton is None:
+            return function
+        return triton.jit(
+            do_not_specialize=list(integers), do_not_specialize_on_alignment=list(metadata)
+        )(function)
+
+    return decorate
+
+
+def runs_on_triton(x: torch.Tensor) -> bool:
+    """Public functions use Triton on CUDA tensors and the reference everywhere else."""
+    return x.is_cuda and triton is not None
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,368 @@
+"""Attention of one new token per sequence over its pages: reading the KV cache is all it does, so
+its floor is bytes over bandwidth.
+
+A sequence's keys are split over several programs (Flash-Decoding, Dao et al. 2023), so that a few
+long sequences keep every multiprocessor reading; the program of a sequence that finishes last
+combines the partial results. The query heads that share a KV head are the rows of one tile: a key
+is read once for the whole group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
+
+# Rows are gathered in groups so that the copies of their pages stay in the CPU's caches.
+_GATHERED_TOKENS = 16384
+
+# Below this many keys a split costs more (its start, its partial result) than it saves.
+_MIN_SPLIT = 128
+# The programs of a sequence combine their results one after the other.
+_MAX_SPLITS = 32
+# Programs per multiprocessor to aim for: three or four run at once, and about as many again even
+# out rows of different lengths.
+_PROGRAMS_PER_SM = 8
+
+
+def paged_decode_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """q [R, num_heads, D] -> [R, num_heads, D]; seq_lens counts the token being decoded; 0 marks a
+    padding row, which comes back as zeros."""
+    block_size = k_cache.shape[1]
+    num_columns = max(1, -(-max(seq_lens, default=0) // block_size))
+    padded_length = num_columns * block_size
+    lengths = torch.as_tensor(seq_lens, device=q.device)
+    visible = torch.arange(padded_length, device=q.device) < lengths.unsqueeze(1)
+    group = max(1, _GATHERED_TOKENS // padded_length)
+    out = torch.empty_like(q)
+    for begin in range(0, len(seq_lens), group):
+        rows = slice(begin, begin + group)
+        blocks = block_tables[slots[rows], :num_columns]
+        k = k_cache[blocks].flatten(1, 2).transpose(1, 2)  # [rows, num_kv_heads, length, D]
+        v = v_cache[blocks].flatten(1, 2).transpose(1, 2)
+        out[rows] = F.scaled_dot_product_attention(
+            q[rows].unsqueeze(2),
+            k,
+            v,
+            attn_mask=visible[rows, None, None, :],
+            scale=scale,
+            enable_gqa=True,
+        ).squeeze(2)
+    out[lengths == 0] = 0  # torch's softmax over nothing is NaN
+    return out
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Memory between the programs of one call; calls that run one after the other can share it.
+
+    partial_out [programs, group, D] float32, partial_lse [programs, group] float32;
+    arrivals [rows * num_kv_heads] int32: zeros, and zeros again after every call.
+    """
+
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    arrivals: torch.Tensor
+    num_sms: int
+
+    @classmethod
+    def allocate(
+        cls,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> DecodeWorkspace:
+        """Enough for every call of at most max_rows rows."""
+        group = num_heads // num_kv_heads
+        num_sms = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 1
+        )
+        # choose_splits() is a ceiling: at most the programs aimed for, plus one per row and head.
+        programs = (_PROGRAMS_PER_SM * num_sms) + max_rows * num_kv_heads
+        return cls(
+            torch.empty((programs, group, head_dim), dtype=torch.float32, device=device),
+            torch.empty((programs, group), dtype=torch.float32, device=device),
+            torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device),
+            num_sms,
+        )
+
+
+def choose_splits(num_rows: int, num_kv_heads: int, max_length: int, num_sms: int) -> int:
+    """Programs per row and KV head: from sizes alone, so that a captured graph fits every batch."""
+    wanted = -(-_PROGRAMS_PER_SM * num_sms // (num_rows * num_kv_heads))
+    return max(1, min(wanted, _MAX_SPLITS, -(-max_length // _MIN_SPLIT)))
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    workspace: DecodeWorkspace | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [R, num_heads, D] -> [R, num_heads, D], into `out` where given.
+
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, D], block_size a power of two >= 16;
+    block_tables [S, max_blocks] int32, one row per slot; slots [R] int32: the table row of each
+    sequence; seq_lens [R] int32: keys of each row, the token being decoded included. A padding row
+    has length 0 and comes back as zeros. Without a workspace each call allocates and clears one.
+    """
+    if runs_on_triton(q):
+        return paged_decode_attention_triton(
+            q, k_cache, v_cache, block_tables, slots, seq_lens, scale, workspace, out
+        )
+    result = paged_decode_attention_reference(
+        q, k_cache, v_cache, block_tables, slots, seq_lens.tolist(), scale
+    )
+    return result if out is None else out.copy_(result)
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """block_n keys at a time, num_stages of them on their way."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@jit()
+def _combine(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    num_partials,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+) -> None:
+    """Weigh the splits of one row and KV head by their share of the softmax's sum."""
+    heads = tl.arange(0, GROUP_BLOCK)[None, :, None]
+    columns = tl.arange(0, HEAD_DIM)[None, None, :]
+    total = tl.zeros([1, GROUP_BLOCK, HEAD_DIM], dtype=tl.float32)
+    total_max = tl.full([1, GROUP_BLOCK, 1], float("-inf"), dtype=tl.float32)
+    total_sum = tl.zeros([1, GROUP_BLOCK, 1], dtype=tl.float32)
+    for start in tl.range(0, num_partials, BLOCK_S):
+        splits = start + tl.arange(0, BLOCK_S)[:, None, None]
+        inside = (splits < num_partials) & (heads < GROUP)
+        # Past the first-level cache: other multiprocessors wrote these a moment ago.
+        lse = tl.load(
+            partial_lse_ptr + splits * GROUP + heads,
+            mask=inside,
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        partial = tl.load(
+            partial_out_ptr + (splits * GROUP + heads) * HEAD_DIM + columns,
+            mask=inside,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        # Rows past GROUP are all -inf: 0 as their maximum keeps them from -inf - -inf.
+        new_max = tl.maximum(total_max, tl.max(lse, axis=0, keep_dims=True))
+        new_max = tl.where(heads < GROUP, new_max, 0.0)
+        decay = tl.exp2(total_max - new_max)
+        weights = tl.exp2(lse - new_max)
+        total = total * decay + tl.sum(partial * weights, axis=0, keep_dims=True)
+        total_sum = total_sum * decay + tl.sum(weights, axis=0, keep_dims=True)
+        total_max = new_max
+    tl.store(out_ptr + heads * HEAD_DIM + columns, total / total_sum, mask=heads < GROUP)
+
+
+@jit(
+    integers=("table_stride", "num_splits"),
+    metadata=("block_tables_ptr", "slots_ptr", "seq_lens_ptr"),
+)
+def _paged_decode_attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    block_tables_ptr,
+    slots_ptr,
+    seq_lens_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    arrivals_ptr,
+    scale_log2,
+    table_stride,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+) -> None:
+    # The heads of a token lie next to each other in the pool: neighbouring programs read it.
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + row)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HEAD_DIM)
+    used = (m < GROUP)[:, None]
+    pair = row * NUM_KV_HEADS + kv_head
+    head_ptr = out_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM)
+    out_offsets = m[:, None] * HEAD_DIM + d[None, :]
+    if seq_len <= 0:
+        if split == 0:
+            zeros = tl.zeros([BLOCK_M, HEAD_DIM], dtype=out_ptr.dtype.element_ty)
+            tl.store(head_ptr + out_offsets, zeros, mask=used)
+        return
+
+    split_len = tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+    begin = split * split_len
+    if begin >= seq_len:
+        return
+    end = tl.minimum(begin + split_len, seq_len)
+
+    q = tl.load(q_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM) + out_offsets, mask=used, other=0.0)
+    table_ptr = block_tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
+    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for start in tl.range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        # Keys past the end are read from the last valid one and masked as scores: every address
+        # is valid and every value finite, so zero weights cannot meet a NaN.
+        readable = tl.minimum(positions, end - 1)
+        pages = tl.load(table_ptr + readable // PAGE_SIZE).to(tl.int64)
+        offsets = (pages * PAGE_SIZE + readable % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        offsets = offsets[:, None] + d[None, :]
+        k = tl.load(k_ptr + offsets)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where((positions < end)[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(weights, axis=1)
+        accumulator *= decay[:, None]
+        v = tl.load(v_ptr + offsets)
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
+        row_max = new_max
+
+    result = accumulator / row_sum[:, None]
+    num_partials = tl.cdiv(seq_len, split_len)
+    if num_partials == 1:
+        tl.store(head_ptr + out_offsets, result, mask=used)
+    else:
+        first = pair.to(tl.int64) * num_splits
+        partial = (first + split) * GROUP
+        tl.store(partial_out_ptr + partial * HEAD_DIM + out_offsets, result, mask=used)
+        lse = row_max + tl.log2(row_sum)
+        tl.store(partial_lse_ptr + partial + m, lse, mask=m < GROUP)
+        # Every thread's stores come before the count, and the count before the last one's loads.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + pair, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_partials - 1:
+            tl.debug_barrier()
+            _combine(
+                partial_out_ptr + first * (GROUP * HEAD_DIM),
+                partial_lse_ptr + first * GROUP,
+                head_ptr,
+                num_partials,
+                GROUP,
+                GROUP_BLOCK,
+                HEAD_DIM,
+                BLOCK_S,
+            )
+            tl.store(arrivals_ptr + pair, 0)
+
+
+def choose_tile(head_dim: int, element_size: int) -> DecodeTile:
+    """64 KiB or so on their way per program: the memory system wants about that per
+    multiprocessor, and two or three programs fit."""
+    if element_size == 4:
+        return DecodeTile(32 if head_dim <= 128 else 16, 4, 2)
+    if head_dim <= 128:
+        return DecodeTile(64, 4, 3)
+    return DecodeTile(32, 4, 3)
+
+
+def paged_decode_attention_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    workspace: DecodeWorkspace | None = None,
+    out: torch.Tensor | None = None,
+    tile: DecodeTile | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    out = torch.empty_like(q) if out is None else out
+    if not (q.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous()):
+        raise ValueError("q, out and the caches must be contiguous")
+    num_rows, num_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    if workspace is None:
+        workspace = DecodeWorkspace.allocate(num_rows, num_heads, num_kv_heads, head_dim, q.device)
+    elif num_rows * num_kv_heads > workspace.arrivals.shape[0]:
+        raise ValueError(
+            f"{num_rows} rows of {num_kv_heads} KV heads exceed the workspace's "
+            f"{workspace.arrivals.shape[0]} row and head pairs"
+        )
+    tile = tile or choose_tile(head_dim, q.element_size())
+    if splits is None:
+        max_length = block_tables.shape[1] * page_size
+        splits = choose_splits(num_rows, num_kv_heads, max_length, workspace.num_sms)
+    group_block = next_power_of_2(group)
+    _paged_decode_attention_kernel[(num_kv_heads, splits, num_rows)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        block_tables,
+        slots,
+        seq_lens,
+        workspace.partial_out,
+        workspace.partial_lse,
+        workspace.arrivals,
+        scale * math.log2(math.e),
+        block_tables.stride(0),
+        splits,
+        num_kv_heads,
+        group,
+        head_dim,
+        page_size,
+        _MIN_SPLIT,
+        max(16, group_block),
+        tile.block_n,
+        # 4096 values of partial results at a time: 32 registers a thread.
+        max(1, min(_MAX_SPLITS, 4096 // (group_block * head_dim))),
+        group_block,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out

@@ -1,0 +1,282 @@
+"""Sampling as an argmax: the Gumbel-max trick with noise that is computed, not drawn.
+
+`argmax(logits + T * gumbel)` is distributed like softmax(logits / T) (Gumbel 1954; Maddison et al.,
+arXiv:1411.0030). The noise is a hash of (seed, position, token id) in the manner of counter-based
+generators (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): no state to carry
+between steps, nothing to replay inside a CUDA graph, and a row's token does not depend on what else
+is in the batch. Temperature 0 multiplies the noise away: greedy, exactly.
+
+The hash is 32-bit integer arithmetic, the same bits in torch and in Triton. The
+logarithms above it are rounded differently by each.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN64 = 0x9E3779B97F4A7C15
+# Odd multipliers and shifts of "lowbias32" (C. Wellons, hash-prospector), found by search.
+_MULTIPLIER_1 = 0x7FEB352D
+_MULTIPLIER_2 = 0x846CA68B
+# Tell the two halves of a row's key apart.
+_SALT_1 = 0x3C6EF372
+_SALT_2 = 0x1B873593
+# Where -log(1 - v) changes from its series to the logarithm: both are good to 2**-20 there.
+_SERIES_BELOW = 1 / 32
+
+# Elements of [K, V] the reference looks at together: its temporaries then stay small.
+_REFERENCE_ELEMENTS = 1 << 18
+
+_BLOCK = 1024
+_NUM_WARPS = 4
+# Programs wanted in flight, and most parts a row is cut into. A GPU of 132 processors holds 16
+# programs of 4 warps on each; a single row of 151936 tokens makes 149 programs of one block.
+_TARGET_PROGRAMS = 2048
+_MAX_SPLITS = 256
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` (0..n-1) of a request with `seed`: a signed 64-bit integer.
+
+    splitmix64 (Steele et al., OOPSLA 2014) over both, so that neither seeds that differ in one bit
+    nor the n samples of one request have anything in common.
+    """
+    mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ (index & _MASK64))
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + _GOLDEN64) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 32) if constant >> 31 else constant
+
+
+def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x ^ (x >> bits), int32 read as unsigned: torch's own shift would drag the sign along."""
+    return x ^ ((x >> bits) & ((1 << (32 - bits)) - 1))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = _xor_shift(x, 16) * _signed(_MULTIPLIER_1)
+    x = _xor_shift(x, 15) * _signed(_MULTIPLIER_2)
+    return _xor_shift(x, 16)
+
+
+def hash_reference(
+    seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """seeds [K] int64, positions [K] int32, token_ids [V] int32 -> [K, V] int32, all 32 bits used.
+
+    A row's key has 64 bits (`first`, `second`): with 32, two of some 2**16 rows would be likely to
+    draw the same noise.
+    """
+    low = (seeds << 32 >> 32).to(torch.int32)
+    high = (seeds >> 32).to(torch.int32)
+    positions = positions.to(torch.int32)
+    first = _mix(_mix(_mix(low ^ _SALT_1) ^ high) ^ positions).unsqueeze(1)
+    second = _mix(_mix(_mix(high ^ _SALT_2) ^ positions) ^ low).unsqueeze(1)
+    x = _xor_shift(token_ids + first, 16) * _signed(_MULTIPLIER_1)
+    x = (_xor_shift(x, 15) + second) * _signed(_MULTIPLIER_2)
+    return _xor_shift(x, 16)
+
+
+def gumbel_reference(hashed: torch.Tensor) -> torch.Tensor:
+    """int32 hashes -> float32 Gumbel noise in [-3.2, 22.9], of the same shape.
+
+    With v = (hash + 0.5) / 2**32 in (0, 1) the noise is -log(-log(1 - v)). Large noise, which
+    decides who wins, is small v, where floats are dense: 2**32 steps, not the 2**24 of floats
+    near 1. Neither logarithm meets a 0: see where the two branches take over from each other.
+    """
+    v = (hashed.view(torch.uint32).float() + 0.5) * 2.0**-32
+    complement = ((~hashed).view(torch.uint32).float() + 0.5) * 2.0**-32
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5)))))
+    return -torch.where(v < _SERIES_BELOW, series, -complement.log()).log()
+
+
+def gumbel_argmax_reference(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """As `gumbel_argmax`, in plain torch."""
+    num_rows, vocab_size = logits.shape
+    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    group = max(1, _REFERENCE_ELEMENTS // vocab_size)
+    for begin in range(0, num_rows, group):
+        rows = slice(begin, begin + group)
+        scores = logits[rows].float()
+        if temperature[rows].any():
+            noise = gumbel_reference(hash_reference(seeds[rows], positions[rows], token_ids))
+            scores = scores + temperature[rows].unsqueeze(1) * noise
+        scores = scores.masked_fill(scores.isnan(), -math.inf)
+        out[rows] = scores.argmax(-1)
+    return out
+
+
+@jit()
+def _mix_kernel(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit()
+def _log_kernel(x, ON_GPU: tl.constexpr):
+    # The GPU's own instruction is good to 2**-22, which is enough for noise (relative to the
+    # result 5e-6 at the worst, x = 31/32); the exact logarithm would be half of all the work here.
+    if ON_GPU:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        log2 = tl.log2(x)
+    return log2 * 0.6931471805599453
+
+
+@jit()
+def _gumbel_kernel(token_ids, first, second, ON_GPU: tl.constexpr):
+    """`hash_reference` of one row's tokens (uint32), then `gumbel_reference`."""
+    x = token_ids + first
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = ((x ^ (x >> 15)) + second) * 0x846CA68B
+    x = x ^ (x >> 16)
+    v = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    complement = ((~x).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = v * (1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5)))))
+    exponential = tl.where(v < 1.0 / 32, series, -_log_kernel(complement, ON_GPU))
+    return -_log_kernel(exponential, ON_GPU)
+
+
+@jit(
+    integers=("blocks_per_split", "num_splits"),
+    metadata=("temperature_ptr", "seeds_ptr", "positions_ptr"),
+)
+def _split_kernel(
+    logits_ptr,  # [K, VOCAB_SIZE], rows ROW_STRIDE apart
+    temperature_ptr,  # [K] float32
+    seeds_ptr,  # [K] int64
+    positions_ptr,  # [K] int32
+    best_ptr,  # [K, num_splits] float32: the largest score of each part of the row
+    winner_ptr,  # [K, num_splits] int32: and the first token that has it
+    blocks_per_split,
+    num_splits,
+    VOCAB_SIZE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ON_GPU: tl.constexpr,  # False in Triton's interpreter
+):
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    position = tl.load(positions_ptr + row).to(tl.uint32)
+    first = _mix_kernel(_mix_kernel(_mix_kernel(low ^ 0x3C6EF372) ^ high) ^ position)
+    second = _mix_kernel(_mix_kernel(_mix_kernel(high ^ 0x1B873593) ^ position) ^ low)
+
+    logits_ptr += row.to(tl.int64) * ROW_STRIDE
+    begin = split * blocks_per_split * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    # Every lane starts from a token of its own, so that a row of nothing but -inf or NaN still
+    # names a token of the vocabulary: a part always has at least one.
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    winner = begin + lanes
+    for block in range(blocks_per_split):
+        tokens = begin + block * BLOCK + lanes
+        score = tl.load(logits_ptr + tokens, mask=tokens < VOCAB_SIZE, other=float("-inf"))
+        score = score.to(tl.float32)
+        if temperature != 0.0:
+            noise = _gumbel_kernel(tokens.to(tl.uint32), first, second, ON_GPU)
+            score += temperature * noise
+        # False for NaN. Strict: a lane keeps the first of equals.
+        better = score > best
+        best = tl.where(better, score, best)
+        winner = tl.where(better, tokens, winner)
+    top = tl.max(best, axis=0)
+    first_winner = tl.min(tl.where(best == top, winner, VOCAB_SIZE), axis=0)
+    tl.store(best_ptr + row * num_splits + split, top)
+    tl.store(winner_ptr + row * num_splits + split, first_winner)
+
+
+@jit(integers=("num_splits",), metadata=("out_ptr",))
+def _combine_kernel(
+    best_ptr,  # [K, num_splits] float32
+    winner_ptr,  # [K, num_splits] int32
+    out_ptr,  # [K] int32
+    num_splits,
+    VOCAB_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    lanes = tl.arange(0, MAX_SPLITS)
+    there = lanes < num_splits
+    best = tl.load(best_ptr + row * num_splits + lanes, mask=there, other=float("-inf"))
+    winner = tl.load(winner_ptr + row * num_splits + lanes, mask=there, other=VOCAB_SIZE)
+    top = tl.max(best, axis=0)
+    tl.store(out_ptr + row, tl.min(tl.where(best == top, winner, VOCAB_SIZE), axis=0))
+
+
+def gumbel_argmax_triton(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """As `gumbel_argmax`: parts of rows first, for a few rows must fill the GPU too, then rows."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows == 0:
+        return out
+    num_blocks = -(-vocab_size // _BLOCK)
+    wanted = min(num_blocks, _MAX_SPLITS, max(1, _TARGET_PROGRAMS // num_rows))
+    blocks_per_split = -(-num_blocks // wanted)
+    num_splits = -(-num_blocks // blocks_per_split)
+    best = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
+    winner = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
+    _split_kernel[(num_rows, num_splits)](
+        logits,
+        temperature,
+        seeds,
+        positions,
+        best,
+        winner,
+        blocks_per_split,
+        num_splits,
+        VOCAB_SIZE=vocab_size,
+        ROW_STRIDE=logits.stride(0),
+        BLOCK=_BLOCK,
+        ON_GPU=logits.is_cuda,
+        num_warps=_NUM_WARPS,
+    )
+    _combine_kernel[(num_rows,)](
+        best,
+        winner,
+        out,
+        num_splits,
+        VOCAB_SIZE=vocab_size,
+        MAX_SPLITS=min(_MAX_SPLITS, next_power_of_2(num_blocks)),
+        num_warps=1,
+    )
+    return out
+
+
+def gumbel_argmax(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Sample one token per row: argmax(logits + temperature * gumbel(seed, position, token id)).
+
+    logits [K, V] of any float dtype, temperature [K] float32 (0: greedy), seeds [K] int64 (from
+    `sequence_seed`), positions [K] int32 (tokens before the one sampled) -> token ids [K] int32.
+    Of equal scores the lowest id wins. NaN counts as -inf, and a row with nothing else gives
+    token 0. Allocates but never synchronises: it may be captured in a CUDA graph.
+    """
+    sample = gumbel_argmax_triton if runs_on_triton(logits) else gumbel_argmax_reference
+    return sample(logits, temperature, seeds, positions)

@@ -1,0 +1,59 @@
+"""Token embedding and LM head, both cut by vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared.layers.linear import Rows, WeightTarget, empty_weight, some_rows
+from shared.layers.tensor_parallel import TensorParallel
+
+
+class VocabParallelEmbedding(nn.Module):
+    """[T] token ids -> [T, hidden_size]; each rank holds a range of the vocabulary."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.rows = Rows.split(vocab_size, tp, "vocab_size")
+        self.weight = empty_weight(self.rows.size, hidden_size, dtype=dtype)
+
+    def weight_targets(self, name: str) -> dict[str, WeightTarget]:
+        return {name: some_rows(self.weight, self.rows)}
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.rows.start
+        mine = (local >= 0) & (local < self.rows.size)
+        embedded = F.embedding(local.where(mine, 0), self.weight)
+        return self.tp.all_reduce(embedded * mine.unsqueeze(-1))
+
+
+class ParallelLMHead(nn.Module):
+    """[K, hidden_size] -> logits [K, vocab_size]; shares the embedding's weight when tied."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        tied_to: VocabParallelEmbedding | None,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.rows = Rows.split(vocab_size, tp, "vocab_size")
+        if tied_to is None:
+            self.weight = empty_weight(self.rows.size, hidden_size, dtype=dtype)
+        else:
+            self.weight = tied_to.weight
+
+    def weight_targets(self, name: str) -> dict[str, WeightTarget]:
+        return {name: some_rows(self.weight, self.rows)}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_gather(F.linear(hidden, self.weight))

@@ -1,0 +1,502 @@
+"""Offline use: prompts in, finished texts out. Each stage's `LLM` is this class over its engine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from shared.config import EngineConfig
+from shared.engine.output import OutputProcessor, without_stop_token
+from shared.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, StepOutput
+from shared.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from shared.engine.protocol import Engine
+    from shared.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]  # {"role": ..., "content": ...} and whatever the chat template reads
+Prompt = str | Sequence[int] | np.ndarray
+
+
+@dataclass
+class FailedCompletion(CompletionOutput):
+    """A completion the engine gave up (finish_reason "abort"), with what there was until then."""
+
+    error: str = ""
+
+
+class OfflineLLM:
+    """An engine and the loop that drives it.
+
+    Keyword arguments are the fields of the stage's Config. Not for use from several threads;
+    a `generate` while a stream is open is fine, they share the steps.
+    """
+
+    engine_class: ClassVar[type[Engine]]
+    config_class: ClassVar[type[EngineConfig]] = EngineConfig
+
+    def __init__(self, model: str | None = None, **config: Any) -> None:
+        """Raises ValueError naming the field, or FileNotFoundError, if this cannot work."""
+        self.config = self.config_class(model=model, **config)
+        make_engine: Any = self.engine_class  # the protocol says nothing about constructors
+        self.engine: Engine = make_engine(self.config)
+        self._ids = itertools.count()
+        self._requests: dict[str, _Request] = {}  # unfinished, of all calls in progress
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None with dummy weights of a real size: such a model takes and gives ids only."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the outputs come in their order.
+
+        A prompt is a text or a list of token ids; a list of numbers is one prompt. One
+        SamplingParams for all, or one for each. `use_tqdm` (vLLM's name) allows a progress bar on
+        a terminal for work longer than a second.
+
+        Raises ValueError, with nothing enqueued, if any prompt or its parameters cannot run; it
+        names the prompt by its position. If anything is raised on the way, Ctrl-C included, this
+        call's requests are aborted and the engine stays usable. A request that fails inside the
+        engine ends alone, as a FailedCompletion.
+        """
+        return self._run(self._prepare(_split(prompts), sampling_params, True), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The model's answer to a conversation, or to each of several; otherwise as `generate`.
+
+        `chat_template_kwargs` reach the template (Qwen3: {"enable_thinking": False}).
+        """
+        kwargs = chat_template_kwargs or {}
+        texts = [self.render_chat(one, **kwargs) for one in _conversations(messages)]
+        # The template has written the special tokens already.
+        return self._run(self._prepare(texts, sampling_params, False), use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message], **template_kwargs: Any) -> str:
+        """The conversation as the model's template writes it, up to where the answer begins.
+
+        Raises ValueError if the model has no template or the template rejects the messages.
+        """
+        kwargs = {"add_generation_prompt": True, **template_kwargs}
+        return self._need_tokenizer("chat").apply_chat_template(messages, **kwargs)
+
+    def generate_stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> TextStream:
+        """Complete one prompt (n=1) and iterate over its text while it is generated.
+
+        Set `add_special_tokens` to False for the text of `render_chat`. The request is enqueued
+        when the iteration starts; leaving it early, or `close()`, aborts it.
+        """
+        (request,) = self._prepare([prompt], sampling_params, add_special_tokens)
+        if request.params.n != 1:
+            raise ValueError(f"a stream shows one completion, got n={request.params.n}")
+        request.processors = [OutputProcessor(self.tokenizer, request.params)]
+        return TextStream(self._stream(request), request.output)
+
+    def close(self) -> None:
+        """Release the engine. Idempotent."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{what} needs a tokenizer, and model={self.config.model!r} has none: "
+                "give prompts as token ids"
+            )
+        return self.tokenizer
+
+    def _prepare(
+        self,
+        prompts: Sequence[object],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        add_special_tokens: bool,
+    ) -> list[_Request]:
+        """Checks everything, enqueues nothing."""
+        all_params = _params_per_prompt(sampling_params, len(prompts))
+        requests = []
+        for position, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+            try:
+                requests.append(self._request(prompt, params, add_special_tokens))
+            except ValueError as error:
+                raise ValueError(f"prompt {position}: {error}") from error
+        return requests
+
+    def _request(
+        self, prompt: object, params: SamplingParams, add_special_tokens: bool
+    ) -> _Request:
+        if isinstance(prompt, str):
+            tokenizer = self._need_tokenizer("a text prompt")
+            text, token_ids = prompt, tokenizer.encode(prompt, add_special_tokens)
+        else:
+            text, token_ids = None, _as_token_ids(prompt)
+        self.engine.check_request(token_ids, params)
+        request = _Request(str(next(self._ids)), text, token_ids, params)
+        if params.stop:
+            request.processors = [OutputProcessor(self.tokenizer, params) for _ in range(params.n)]
+        return request
+
+    def _run(self, requests: list[_Request], show_progress: bool) -> list[RequestOutput]:
+        with self._enqueued(requests), _ProgressBar(requests, show_progress) as progress:
+            waiting = list(reversed(requests))
+            while waiting:
+                if waiting[-1].is_finished:
+                    waiting.pop()
+                else:
+                    progress.update(self._step())
+        return [request.output for request in requests]
+
+    def _stream(self, request: _Request) -> Generator[str, None, None]:
+        completion = request.output.outputs[0]
+        num_sent = 0
+        with self._enqueued([request]):
+            while True:
+                if len(completion.text) > num_sent:
+                    piece = completion.text[num_sent:]
+                    num_sent += len(piece)
+                    yield piece
+                elif request.is_finished:
+                    return
+                else:
+                    self._step()
+
+    @contextmanager
+    def _enqueued(self, requests: list[_Request]) -> Iterator[None]:
+        """However the block ends, none of its requests is left in the engine."""
+        try:
+            for request in requests:
+                self._requests[request.id] = request
+                self.engine.add_request(request.id, request.output.prompt_token_ids, request.params)
+            yield
+        finally:
+            with _interrupt_afterwards():
+                for request in requests:
+                    if self._requests.pop(request.id, None) is not None:
+                        self.engine.abort_request(request.id)
+
+    def _step(self) -> float:
+        """One step of the engine; returns the time after it."""
+        with _interrupt_afterwards():
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            self._take(outputs, now)
+        if not outputs and not self.engine.has_unfinished_requests():
+            lost = ", ".join(self._requests)
+            raise RuntimeError(f"the engine is idle but has not finished requests {lost}")
+        return now
+
+    def _take(self, outputs: list[StepOutput], now: float) -> None:
+        """Hundreds of outputs per step come through here: the common case stays short."""
+        requests = self._requests
+        for output in outputs:
+            request = requests.get(output.request_id)
+            if request is None:  # aborted while the step was in flight
+                continue
+            if not request.is_started:
+                request.start(output, now)
+            finish_reason = output.finish_reason
+            if request.processors is not None:
+                finish_reason = self._take_processed(request, request.processors, output)
+            else:
+                completion = request.output.outputs[output.index]
+                completion.token_ids += output.new_token_ids
+                if output.logprobs is not None and completion.logprobs is not None:
+                    completion.logprobs += output.logprobs
+            if output.prompt_logprobs is not None:
+                request.output.prompt_logprobs = output.prompt_logprobs
+            if output.error is not None:
+                self._fail(request, output.error, now)
+            elif finish_reason is not None:
+                self._finish(request, output.index, finish_reason, now)
+
+    def _take_processed(
+        self, request: _Request, processors: list[OutputProcessor], output: StepOutput
+    ) -> FinishReason | None:
+        delta = processors[output.index].add(
+            output.new_token_ids, output.finish_reason, output.logprobs
+        )
+        completion = request.output.outputs[output.index]
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        if delta.logprobs is not None and completion.logprobs is not None:
+            completion.logprobs += delta.logprobs
+        if delta.must_abort:
+            self.engine.abort_sequence(request.id, output.index)
+        return delta.finish_reason
+
+    def _finish(self, request: _Request, index: int, reason: FinishReason, now: float) -> None:
+        completion = request.output.outputs[index]
+        completion.finish_reason = reason
+        if request.processors is None and self.tokenizer is not None:
+            # At once: token by token is only worth it where somebody reads along or text may stop.
+            completion.text = self.tokenizer.decode(
+                without_stop_token(completion.token_ids, reason)
+            )
+        request.num_unfinished -= 1
+        if request.is_finished:
+            request.output.metrics.finished_time = now
+            del self._requests[request.id]
+
+    def _fail(self, request: _Request, error: str, now: float) -> None:
+        """End all of the request that has not ended."""
+        logger.error("request %s failed: %s", request.id, error)
+        self.engine.abort_request(request.id)
+        completions = request.output.outputs
+        for index, completion in enumerate(completions):
+            if completion.finish_reason is None:
+                if request.processors is not None:
+                    completion.text += request.processors[index].add([], "abort").text
+                self._finish(request, index, "abort", now)
+                completions[index] = FailedCompletion(**vars(completion), error=error)
+
+
+class TextStream(Iterator[str]):
+    """Pieces of text as they become certain; `output` fills meanwhile."""
+
+    def __init__(self, pieces: Generator[str, None, None], output: RequestOutput) -> None:
+        self._pieces = pieces
+        self.output = output
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Abort the request if it has not finished."""
+        self._pieces.close()
+
+
+class _Request:
+    """A request on its way, and the output it grows into."""
+
+    __slots__ = ("id", "is_started", "num_unfinished", "output", "params", "processors")
+
+    def __init__(
+        self, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams
+    ) -> None:
+        self.id = request_id
+        self.params = params
+        self.num_unfinished = params.n
+        self.is_started = False
+        # One per completion, or None where the text is only needed at the end.
+        self.processors: list[OutputProcessor] | None = None
+        completions = [
+            CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+            for index in range(params.n)
+        ]
+        metrics = RequestMetrics(arrival_time=time.perf_counter())
+        self.output = RequestOutput(request_id, text, token_ids, completions, metrics)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    def start(self, first: StepOutput, now: float) -> None:
+        self.is_started = True
+        self.output.metrics.num_cached_tokens = first.num_cached_tokens
+        if first.new_token_ids:  # none if only the prompt is scored
+            self.output.metrics.first_token_time = now
+
+
+class _ProgressBar:
+    """Drawn by hand between steps, a few times a second: what it shows is only counted then."""
+
+    DELAY = 1.0  # seconds; short work shows no bar
+    INTERVAL = 0.25
+
+    def __init__(self, requests: list[_Request], enabled: bool) -> None:
+        self._requests = requests
+        self._started = time.perf_counter()
+        shown = enabled and sys.stderr.isatty()
+        self._next_draw = self._started + self.DELAY if shown else math.inf
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, now: float) -> None:
+        if now >= self._next_draw:
+            self._next_draw = now + self.INTERVAL
+            self._draw(now - self._started)
+
+    def _draw(self, seconds: float) -> None:
+        if self._bar is None:
+            self._bar = self._make_bar()
+            self._bar.start()
+        requests = self._requests
+        num_input = sum(len(r.output.prompt_token_ids) for r in requests if r.is_started)
+        num_output = sum(len(c.token_ids) for r in requests for c in r.output.outputs)
+        self._bar.update(
+            self._bar.task_ids[0],
+            completed=sum(r.is_finished for r in requests),
+            rates=f"in {num_input / seconds:,.0f}, out {num_output / seconds:,.0f} tokens/s",
+        )
+        self._bar.refresh()
+
+    def _make_bar(self) -> Progress:
+        from rich.console import Console  # here: most runs never draw
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        bar = Progress(
+            TextColumn("requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rates]}"),
+            console=Console(stderr=True),
+            auto_refresh=False,
+            transient=True,
+        )
+        bar.add_task("", total=len(self._requests), rates="")
+        return bar
+
+
+@contextmanager
+def _interrupt_afterwards() -> Iterator[None]:
+    """Ctrl-C inside the block is raised at its end: no step is left half done.
+
+    A second one is raised at once, for a step that hangs. Where Ctrl-C is already handled in
+    another way, or this is not the main thread, nothing changes.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    interrupted = False
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _split(prompts: object) -> list[object]:
+    """The prompts one by one; a list of numbers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return list(prompts) if prompts.ndim == 2 else [prompts]
+    if not isinstance(prompts, list | tuple | range):
+        raise ValueError(
+            "prompts must be a text, a list of token ids, or a list of these, "
+            f"got {type(prompts).__name__}"
+        )
+    nested = (str, list, tuple, range, np.ndarray)
+    if prompts and not any(issubclass(kind, nested) for kind in set(map(type, prompts))):
+        return [prompts]
+    return list(prompts)
+
+
+def _conversations(messages: object) -> Sequence[Sequence[Message]]:
+    """The conversations one by one; a list of tables is one conversation."""
+
+    def is_conversation(value: object) -> bool:
+        return isinstance(value, list | tuple) and all(isinstance(m, dict) for m in value)
+
+    if isinstance(messages, list | tuple):
+        if messages and is_conversation(messages):
+            return [messages]
+        if all(map(is_conversation, messages)):
+            return messages
+    raise ValueError("messages must be a list of {role, content} tables, or a list of such lists")
+
+
+def _as_token_ids(prompt: object) -> list[int]:
+    """Plain ints, whatever integers they were; whether the model has them is the engine's check."""
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise ValueError(
+                "an array of token ids must be one row of integers, got "
+                f"{prompt.dtype} with shape {prompt.shape}"
+            )
+        token_ids: list[int] = prompt.tolist()
+        return token_ids
+    if not isinstance(prompt, list | tuple | range):
+        raise ValueError(
+            f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}"
+        )
+    kinds = set(map(type, prompt))
+    if kinds <= {int}:
+        return list(prompt)
+    integer = {kind for kind in kinds if issubclass(kind, int | np.integer) and kind is not bool}
+    if kinds != integer:
+        wrong = next(token for token in prompt if type(token) not in integer)
+        raise ValueError(f"token ids must be integers, got {wrong!r}")
+    return [int(token) for token in prompt]
+
+
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, list | tuple):
+        raise ValueError(
+            "sampling_params must be a SamplingParams or a list with one for each prompt, "
+            f"got {type(params).__name__}"
+        )
+    if len(params) != num_prompts:
+        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
+    for entry in params:
+        if not isinstance(entry, SamplingParams):
+            raise ValueError(f"sampling_params must hold SamplingParams only, got {entry!r}")
+    return params

@@ -1,0 +1,78 @@
+"""Where a model's files are: the bundled checkpoint, a directory, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shared.models.config import real_model_names
+
+BUNDLED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "tiny"
+
+# What loading reads; subfolders hold other formats of the same weights (onnx, original).
+WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+UNWANTED_FILES = ["*/*"]
+
+
+def resolve_model(model: str | None) -> Path:
+    """The directory with the model's files, downloaded first when `model` is a hub id.
+
+    None is the bundled checkpoint. What looks like a path is never looked up on the hub. Files
+    come from `HF_ENDPOINT` and stay in the hub's own cache (`HF_HOME`).
+
+    Raises FileNotFoundError if there is no such directory or model, or it cannot be fetched, and
+    ValueError if `model` can be neither; both name `model`.
+    """
+    if model is None:
+        return BUNDLED_CHECKPOINT
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.isfile(path):
+        raise ValueError(f"model {model!r} is a file; expected the directory that holds the model")
+    if _looks_like_path(model):
+        raise FileNotFoundError(f"model {model!r}: no such directory")
+    if model in real_model_names():
+        raise ValueError(
+            f"model {model!r} is the name of a shape without weights: it needs load_format=dummy"
+        )
+    return _download(model)
+
+
+def _looks_like_path(model: str) -> bool:
+    # A hub id is a name or owner/name.
+    return model.startswith((".", os.sep, "~")) or model.count(os.sep) > 1
+
+
+def _download(model_id: str) -> Path:
+    # Deferred: a local directory needs neither the library nor its HTTP client.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        path = snapshot_download(
+            model_id, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES
+        )
+    except errors.HFValidationError as error:
+        raise ValueError(
+            f"model {model_id!r} is neither a directory nor a Hugging Face id: {error}"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise FileNotFoundError(
+            f"model {model_id!r} is gated: accept its terms on its hub page, then set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"model {model_id!r} is neither a directory here nor on the hub (is it misspelled? "
+            f"a private one needs HF_TOKEN)"
+        ) from error
+    except Exception as error:  # which HTTP client's errors come through depends on the version
+        raise FileNotFoundError(
+            f"model {model_id!r} could not be fetched from the hub and is not in the local cache "
+            f"(network, HF_ENDPOINT, HF_HUB_OFFLINE?): {type(error).__name__}: "
+            f"{_first_line(error)}"
+        ) from error
+    return Path(path)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "")

@@ -1,0 +1,250 @@
+"""Text to token ids and back, and chat messages to text.
+
+Over the `tokenizers` library alone: `transformers` is only what the tests compare with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
+
+from shared.models.config import read_json_object
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template; safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        templates: dict[str, Template],
+        template_variables: dict[str, str],
+    ) -> None:
+        self._backend = backend
+        self._templates = templates
+        self._template_variables = template_variables
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        """Number of tokens that have a text; the model's vocab_size may be padded beyond it."""
+        self.special_ids: frozenset[int] = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        """Ids that `decode` leaves out by default."""
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """Read tokenizer.json and, where they are, tokenizer_config.json and chat_template.jinja.
+
+        Raises FileNotFoundError without a tokenizer.json and ValueError for a file that cannot be
+        understood; both name the file.
+        """
+        backend = _read_backend(directory / TOKENIZER_FILE)
+        config_file = directory / TOKENIZER_CONFIG_FILE
+        config = read_json_object(config_file) if config_file.exists() else {}
+        named = _named_tokens(config_file, config)
+        _add_declared_tokens(backend, config_file, config, named)
+        variables = {name: token.content for name, token in named.items()}
+        return cls(backend, _read_templates(directory, config), variables)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Special tokens spelled out in `text` become their ids.
+
+        `add_special_tokens` adds what the tokenizer puts around every text (Qwen3: nothing). Leave
+        it off for the output of `apply_chat_template`, which holds them already.
+        Raises ValueError for text that is not valid Unicode (lone surrogates).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text is not valid Unicode: {error}") from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Ids without a text give none; an incomplete character gives U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the model's own template writes it.
+
+        `variables` reach the template as they are (Qwen3 reads enable_thinking). The checkpoint's
+        template called "tool_use", if it has one, is taken when there are tools.
+        Raises ValueError if the checkpoint has no template or its template rejects the messages.
+        """
+        template = self._template("tool_use" if tools is not None else "default")
+        values = {
+            **self._template_variables,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        try:
+            return template.render(values)
+        except Exception as error:  # a template is a program: whatever it trips over, it rejects
+            raise ValueError(f"the chat template rejects the messages: {error}") from error
+
+    def _template(self, name: str) -> Template:
+        template = self._templates.get(name) or self._templates.get("default")
+        if template is not None:
+            return template
+        if self._templates:
+            names = ", ".join(sorted(self._templates))
+            raise ValueError(f"the model has no default chat template, only: {names}")
+        raise ValueError("the model has no chat template")
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    if not file.exists():
+        raise FileNotFoundError(f"{file}: no such file")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{file}: not a readable tokenizer: {error}") from error
+    # Left over from training in some files; a prompt must come through whole and alone.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _named_tokens(config_file: Path, config: dict[str, Any]) -> dict[str, AddedToken]:
+    """bos_token, eos_token, ... that are set; templates see them under these names."""
+    return {
+        name: _added_token(config_file, name, value)
+        for name, value in config.items()
+        # add_bos_token and the like are switches.
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
+
+
+def _added_token(config_file: Path, where: str, value: Any) -> AddedToken:
+    """A token given as text, or as the table that `transformers` writes for an AddedToken."""
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise ValueError(f"{config_file}: {where} must be a text or a table with one in `content`")
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(
+        value["content"], **{flag: bool(value[flag]) for flag in flags if flag in value}
+    )
+
+
+def _add_declared_tokens(
+    backend: tokenizers.Tokenizer,
+    config_file: Path,
+    config: dict[str, Any],
+    named: dict[str, AddedToken],
+) -> None:
+    """Tokens that only tokenizer_config.json knows, or that only it calls special."""
+    decoder = config.get("added_tokens_decoder") or {}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(decoder, dict) or not all(str(token_id).isdecimal() for token_id in decoder):
+        raise ValueError(f"{config_file}: added_tokens_decoder must map token ids to tokens")
+    for token_id, value in sorted(decoder.items(), key=lambda item: int(item[0])):
+        token = _added_token(config_file, f"added_tokens_decoder.{token_id}", value)
+        if backend.token_to_id(token.content) is None:
+            backend.add_tokens([token])
+            if backend.token_to_id(token.content) != int(token_id):
+                raise ValueError(
+                    f"{config_file}: added_tokens_decoder gives {token.content!r} the id "
+                    f"{token_id}, which {TOKENIZER_FILE} leaves no room for"
+                )
+    special = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
+    values = extra.values() if isinstance(extra, dict) else extra
+    declared = [_added_token(config_file, "extra_special_tokens", value) for value in values]
+    for token in [*named.values(), *declared]:
+        if token.content not in special:
+            backend.add_special_tokens([token])
+
+
+def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, Template]:
+    """Chat templates by name; a single one is called "default"."""
+    file = directory / TEMPLATE_FILE
+    if file.exists():
+        try:
+            sources: Any = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file}: not readable: {error}") from error
+    else:
+        file = directory / TOKENIZER_CONFIG_FILE
+        sources = config.get("chat_template")
+    if sources is None:
+        return {}
+    if isinstance(sources, str):
+        sources = [{"name": "default", "template": sources}]
+    environment = _environment()
+    templates = {}
+    try:
+        for source in sources:
+            templates[str(source["name"])] = environment.from_string(source["template"])
+    except (TemplateError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file}: not a usable chat template: {error}") from error
+    return templates
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates on the hub are written for: `transformers`' rules and helpers.
+
+    A template is a stranger's program, so it runs in the sandbox and cannot change its arguments.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes <, > and & for HTML, which models were not trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+class _GenerationTag(Extension):
+    """{% generation %} marks what the assistant said, for training; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,0 +1,25 @@
+"""Shared test set-up: hypothesis profiles and small models made on the spot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.reference import Reference, make_checkpoint
+
+# No deadline: timings on shared machines say nothing. CI draws the same examples every time.
+settings.register_profile(
+    "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Variant name -> checkpoint, made at first use."""
+    return cache(lambda variant: make_checkpoint(tmp_path_factory.mktemp(variant), variant))

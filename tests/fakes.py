@@ -1,0 +1,108 @@
+"""A model of a model: it keeps a KV pool of (token, position) pairs and reads it back through the
+block tables, so that any fault in scheduling, paging or caching becomes a wrong token or an
+assertion, in microseconds and without torch."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from shared.engine.batch import Batch
+from shared.engine.result import StepResult
+from shared.engine.slots import Limits
+
+EMPTY = -1
+
+
+def next_token(tokens: np.ndarray, vocab_size: int) -> int:
+    """What the fake model says after `tokens`."""
+    return zlib.crc32(np.ascontiguousarray(tokens, np.int32).tobytes()) % vocab_size
+
+
+def expected_output(prompt: list[int], num_tokens: int, vocab_size: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(np.array(tokens), vocab_size))
+    return tokens[len(prompt) :]
+
+
+class FakeHandle:
+    used_graph = False
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class FakeRunner:
+    """Implements `shared.engine.result.Runner`; always greedy."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        columns = -(-limits.max_model_length // limits.block_size)
+        self.pool = np.full((limits.num_blocks * limits.block_size, 2), EMPTY, np.int64)
+        self.block_tables = np.zeros((limits.max_num_sequences, columns), np.int32)
+        self.sampled = np.full(limits.max_num_sequences, EMPTY, np.int64)
+        self.batches: list[Batch] = []
+
+    def submit(self, batch: Batch) -> FakeHandle:
+        limits = self.limits
+        assert 0 < batch.num_tokens
+        self.block_tables.reshape(-1)[batch.block_updates[:, 0]] = batch.block_updates[:, 1]
+        in_flight = batch.input_ids < 0
+        ids = np.where(
+            in_flight, self.sampled[-1 - np.minimum(batch.input_ids, -1)], batch.input_ids
+        )
+        assert ((ids >= 0) & (ids < limits.vocab_size)).all()
+        assert len(set(batch.slot_mapping.tolist())) == batch.num_tokens, "two tokens, one place"
+        self.pool[batch.slot_mapping] = np.stack((ids, batch.positions), axis=1)
+        lengths = batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
+        assert (lengths[: batch.num_decode_rows] == 1).all()
+        said = np.empty(len(batch.samples.rows), np.int32)
+        for sample, row in enumerate(batch.samples.rows.tolist()):
+            said[sample] = next_token(self._read(batch, row), limits.vocab_size)
+        self.sampled[batch.samples.slots] = said
+        for row in range(batch.num_rows):
+            self._read(batch, row)
+        self.batches.append(batch)
+        return FakeHandle(StepResult(said))
+
+    def _read(self, batch: Batch, row: int) -> np.ndarray:
+        """The row's tokens, from the pool: all of them written, each at its own position."""
+        length, size = int(batch.seq_lens[row]), self.limits.block_size
+        blocks = self.block_tables[batch.slots[row], : -(-length // size)]
+        places = (blocks[:, None] * size + np.arange(size)).reshape(-1)[:length]
+        content = self.pool[places]
+        assert (content[:, 1] == np.arange(length)).all(), "a token is missing or out of place"
+        sequence = batch.sequences[row]
+        known = sequence.token_ids[:length]
+        prompt = min(length, sequence.num_prompt_tokens)
+        assert (content[:prompt, 0] == known[:prompt]).all(), "another sequence's KV"
+        return content[:, 0]
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "model": "fake",
+            "architecture": "fake",
+            "dtype": "int64",
+            "device": "cpu",
+            "device_name": "cpu",
+            "attention_backend": "none",
+            "kvcache_block_size": self.limits.block_size,
+            "num_kvcache_blocks": self.limits.num_blocks,
+            "tokens_in_pool": self.limits.num_blocks * self.limits.block_size,
+            "max_model_length": self.limits.max_model_length,
+            "max_num_sequences": self.limits.max_num_sequences,
+            "max_num_batched_tokens": self.limits.max_num_batched_tokens,
+            "enable_prefix_caching": True,
+            "cuda_graphs": False,
+            "weights_bytes": 0,
+            "activations_bytes": 0,
+            "graphs_bytes": 0,
+            "pool_bytes": 0,
+        }
+
+    def close(self) -> None: ...

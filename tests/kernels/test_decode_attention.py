@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shared.kernels import paged_decode_attention as module
+from shared.kernels.paged_decode_attention import (
+    DecodeWorkspace,
+    choose_splits,
+    paged_decode_attention,
+    paged_decode_attention_reference,
+    paged_decode_attention_triton,
+)
+from tests.kernels.paged_batch import PagedBatch, make_batch
+from tests.kernels.place import Place
+
+
+def make_decodes(place: Place, lengths: list[int], **shapes: int) -> PagedBatch:
+    """One query per sequence; length 0 is a padding row."""
+    padding = lengths.count(0)
+    real = [length for length in lengths if length]
+    batch = make_batch(
+        [1] * len(real),
+        [length - 1 for length in real],
+        device=place.device,
+        dtype=place.dtype,
+        padding_rows=padding,
+        padding_tokens=padding,
+        **shapes,
+    )
+    return batch
+
+
+def run(batch: PagedBatch, **options: object) -> torch.Tensor:
+    return paged_decode_attention_triton(
+        batch.q,
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_tables,
+        batch.slots,
+        batch.seq_lens,
+        batch.scale,
+        **options,
+    )
+
+
+def test_reference_matches_exact_attention() -> None:
+    torch.manual_seed(0)
+    place = Place(torch.device("cpu"), torch.float32)
+    batch = make_decodes(place, [1, 16, 33, 5, 0, 0])
+    batch.k_cache.nan_to_num_()
+    batch.v_cache.nan_to_num_()
+    arguments = (batch.q, batch.k_cache, batch.v_cache, batch.block_tables, batch.slots)
+    out = paged_decode_attention_reference(*arguments, batch.seq_lens.tolist(), batch.scale)
+    torch.testing.assert_close(out.double(), batch.exact, atol=1e-5, rtol=1e-5)
+    public = paged_decode_attention(*arguments, batch.seq_lens, batch.scale)
+    assert torch.equal(public, out)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_kv_heads", "group", "head_dim"),
+    [
+        (16, 2, 1, 16),
+        (16, 2, 2, 64),
+        (16, 1, 3, 128),
+        (16, 2, 4, 128),
+        (32, 1, 5, 32),
+        (64, 2, 4, 64),
+        (64, 1, 8, 128),
+        (256, 2, 4, 128),
+        (256, 3, 2, 64),
+        (16, 1, 32, 64),
+        (16, 1, 2, 256),
+    ],
+)
+@pytest.mark.parametrize("splits", [None, 1, 3])
+def test_lengths_and_splits(
+    place: Place,
+    poison_empty: None,
+    block_size: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    splits: int | None,
+) -> None:
+    batch = make_decodes(
+        place,
+        [1, 16, 17, 127, 300, 700],
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+    )
+    place.assert_close(run(batch, splits=splits), batch.exact)
+
+
+def test_padding_rows_are_zeros(place: Place, poison_empty: None) -> None:
+    batch = make_decodes(place, [40, 200, 0, 0, 0])
+    batch.q[2:] = float("nan")
+    out = run(batch, splits=4)
+    place.assert_close(out, batch.exact)
+    assert not out[2:].any()
+    assert not run(make_decodes(place, [0, 0]), splits=2).any()
+
+
+def test_more_splits_than_one_combining_step(place: Place, poison_empty: None) -> None:
+    batch = make_decodes(place, [2500, 900], num_kv_heads=1, group=8, head_dim=128)
+    place.assert_close(run(batch, splits=20), batch.exact)
+
+
+def test_workspace_is_clean_after_every_call(place: Place) -> None:
+    workspace = DecodeWorkspace.allocate(6, 4, 2, 64, place.device)
+    workspace.partial_out.fill_(float("nan"))
+    workspace.partial_lse.fill_(float("nan"))
+    for lengths in ([300, 1, 0, 520, 130, 129], [700, 20], [4]):
+        batch = make_decodes(place, lengths)
+        out = torch.full_like(batch.q, float("nan"))
+        splits = 2 if place.device.type == "cpu" else None
+        assert run(batch, workspace=workspace, out=out, splits=splits) is out
+        place.assert_close(out, batch.exact)
+        assert not workspace.arrivals.any()
+
+
+def test_too_many_rows_for_the_workspace_is_an_error(place: Place) -> None:
+    batch = make_decodes(place, [4, 5, 6])
+    with pytest.raises(ValueError, match="workspace"):
+        run(batch, workspace=DecodeWorkspace.allocate(2, 4, 2, 64, place.device))
+
+
+def test_splits_fit_the_workspace_for_every_size() -> None:
+    for num_sms in (1, 78, 132):
+        for num_kv_heads in (1, 2, 3, 8):
+            for rows in range(1, 600):
+                splits = choose_splits(rows, num_kv_heads, 40960, num_sms)
+                pairs = rows * num_kv_heads
+                assert pairs * splits <= module._PROGRAMS_PER_SM * num_sms + pairs
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=5),
+    splits=st.integers(1, 6),
+    group=st.integers(1, 6),
+)
+def test_any_batch(place: Place, lengths: list[int], splits: int, group: int) -> None:
+    batch = make_decodes(place, [*lengths, 0], num_kv_heads=1, group=group, head_dim=16)
+    out = torch.full_like(batch.q, float("nan"))
+    place.assert_close(run(batch, splits=splits, out=out), batch.exact)
+
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+class TestOnGpu:
+    pytestmark = needs_gpu
+    device = torch.device("cuda")
+
+    def place(self) -> Place:
+        torch.manual_seed(0)
+        return Place(self.device, torch.bfloat16)
+
+    def test_pool_offsets_beyond_int32(self) -> None:
+        place = self.place()
+        num_blocks = 2**31 // (16 * 2 * 128) + 4096
+        batch = make_decodes(
+            place,
+            [90, 300],
+            group=4,
+            head_dim=128,
+            num_blocks=num_blocks,
+            first_block=num_blocks - 64,
+        )
+        assert batch.k_cache.numel() > 2**31
+        place.assert_close(run(batch), batch.exact)
+
+    def test_last_arriver_never_reads_stale_partials(self) -> None:
+        """A race would show as a result that changes between runs."""
+        place = self.place()
+        batch = make_decodes(
+            place, [4000, 3000, 129, 2049, 600, 50], num_kv_heads=8, group=4, head_dim=128
+        )
+        workspace = DecodeWorkspace.allocate(6, 32, 8, 128, self.device)
+        first = run(batch, workspace=workspace)
+        place.assert_close(first, batch.exact)
+        outs = []
+        for _ in range(300):
+            workspace.partial_out.fill_(float("nan"))
+            outs.append(run(batch, workspace=workspace))
+        assert all(torch.equal(out, first) for out in outs)
+
+    def test_graph_replays_other_lengths_without_compiling(self) -> None:
+        place = self.place()
+        kernel = module._paged_decode_attention_kernel
+        workspace = DecodeWorkspace.allocate(32, 4, 2, 128, self.device)
+        batch = make_decodes(place, [700, 300, 900], head_dim=128)
+        run(batch, workspace=workspace)
+        compiled = sum(len(cache[0]) for cache in kernel.device_caches.values())
+        lengths = batch.seq_lens.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(batch, workspace=workspace)
+        graph.replay()
+        place.assert_close(out, batch.exact)
+        batch.seq_lens.zero_()
+        graph.replay()
+        assert not out.any()
+        batch.seq_lens.copy_(lengths)
+        graph.replay()
+        place.assert_close(out, batch.exact)
+        for rows in (1, 2, 5, 16, 31):
+            other = make_decodes(place, [200 + rows] * rows, head_dim=128)
+            other.slots = torch.cat([other.slots[:1], other.slots])[1:]  # an odd address
+            place.assert_close(run(other, workspace=workspace), other.exact)
+        assert sum(len(cache[0]) for cache in kernel.device_caches.values()) == compiled

@@ -1,0 +1,134 @@
+"""Random schedules on the fake model, for every stage: whatever comes, the pool stays whole, every
+step makes progress within its budget, and every request ends with exactly its own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import steps
+from shared import SamplingParams
+from shared.engine.slots import Limits
+from tests.fakes import FakeRunner, expected_output
+
+VOCABULARY = 50
+
+
+@dataclass(frozen=True)
+class Request:
+    arrival: int  # in steps
+    prompt: list[int]
+    max_tokens: int
+    n: int
+    stop_token: int | None
+    aborted_after: int | None  # steps after its arrival
+
+
+@st.composite
+def requests(draw: st.DrawFn, longest: int) -> list[Request]:
+    # Few distinct prefixes over a tiny alphabet, so that hits, twins and partial matches abound.
+    prefixes = draw(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=3))
+    drawn = []
+    for _ in range(draw(st.integers(1, 10))):
+        tail = draw(st.lists(st.integers(0, 2), min_size=1, max_size=8))
+        drawn.append(
+            Request(
+                arrival=draw(st.integers(0, 20)),
+                prompt=(draw(st.sampled_from(prefixes)) + tail)[: longest - 1],
+                max_tokens=draw(st.integers(1, 20)),
+                n=draw(st.integers(1, 3)),
+                stop_token=draw(st.none() | st.integers(0, VOCABULARY - 1)),
+                aborted_after=draw(st.none() | st.integers(0, 12)),
+            )
+        )
+    return drawn
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    num_blocks = draw(st.integers(-(-24 // block_size), 60))
+    budget = draw(st.integers(24, 60))
+    return Limits(
+        vocab_size=VOCABULARY,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_length=min(draw(st.integers(24, 60)), num_blocks * block_size),
+        max_num_sequences=min(draw(st.integers(1, 6)), budget),
+        max_num_batched_tokens=budget,
+    )
+
+
+@pytest.mark.parametrize("stage", steps.names())
+@given(data=st.data(), caching=st.booleans())
+def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
+    lim = data.draw(limits(), label="limits")
+    todo = data.draw(requests(lim.max_model_length), label="requests")
+    module = steps.load(stage)
+    config = module.Config(
+        model="qwen3-0.6b",
+        load_format="dummy",
+        max_num_batched_tokens=lim.max_num_batched_tokens,
+        max_num_sequences=lim.max_num_sequences,
+        enable_prefix_caching=caching,
+    )
+    runner = FakeRunner(lim)
+    engine = module.Engine(config, runner=runner)
+    outputs: dict[tuple[int, int], list[int]] = {}
+    reasons: dict[tuple[int, int], str] = {}
+    aborted: set[int] = set()
+
+    last_event = max(r.arrival + (r.aborted_after or 0) for r in todo)
+    now = 0
+    while now <= last_event or engine.has_unfinished_requests():
+        for number, request in enumerate(todo):
+            if request.arrival == now:
+                stop = () if request.stop_token is None else (request.stop_token,)
+                params = SamplingParams(
+                    temperature=0,
+                    max_tokens=request.max_tokens,
+                    n=request.n,
+                    stop_token_ids=stop,
+                    ignore_eos=True,
+                )
+                engine.add_request(str(number), request.prompt, params)
+            if request.aborted_after is not None and now == request.arrival + request.aborted_after:
+                engine.abort_request(str(number))
+                aborted.add(number)
+        steps_run = len(runner.batches)
+        busy = engine.has_unfinished_requests()
+        for output in engine.step():
+            key = (int(output.request_id), output.index)
+            assert key not in reasons, "output after the end"
+            assert key[0] not in aborted, "output after an abort"
+            outputs.setdefault(key, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                reasons[key] = output.finish_reason
+        engine.block_manager.check()
+        assert len(runner.batches) == steps_run + busy, "a step without progress"
+        if busy:
+            assert runner.batches[-1].num_tokens <= lim.max_num_batched_tokens
+            assert runner.batches[-1].num_rows <= lim.max_num_sequences
+        now += 1
+        assert now < 5000, "no end in sight"
+
+    for number, request in enumerate(todo):
+        room = lim.max_model_length - len(request.prompt)
+        expected = expected_output(request.prompt, min(request.max_tokens, room), VOCABULARY)
+        reason = "length"
+        if request.stop_token in expected:
+            expected = expected[: expected.index(request.stop_token) + 1]
+            reason = "stop"
+        for index in range(request.n):
+            got = outputs.get((number, index), [])
+            if (number, index) in reasons:
+                assert (got, reasons[number, index]) == (expected, reason)
+            else:
+                assert number in aborted
+                assert got == expected[: len(got)]
+    assert engine.block_manager.num_free_blocks == lim.num_blocks, "blocks are lost"
+    assert engine.table.num_free == lim.max_num_sequences, "slots are lost"
+    engine.close()
