@@ -252,13 +252,11 @@ def _summary(outputs: Sequence[RequestOutput]) -> str:
 
 
 def _report_failures(outputs: Sequence[RequestOutput]) -> int:
-    from shared.llm import FailedCompletion
-
     failed = [
         (position, completion.error)
         for position, output in enumerate(outputs)
         for completion in output.outputs
-        if isinstance(completion, FailedCompletion)
+        if completion.error is not None
     ]
     for position, error in failed:
         print(f"error: prompt {position}: {error}", file=sys.stderr)

@@ -31,7 +31,7 @@ class EngineConfig(BaseModel):
 
     model: str | None = None
     """A directory, a Hugging Face id, or None for the bundled checkpoint. With load_format=dummy
-    also the name of a real size: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b."""
+    also the name of a real size: qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda when there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

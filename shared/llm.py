@@ -4,41 +4,33 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
-
-import numpy as np
 
 from shared.config import EngineConfig
 from shared.engine.output import OutputProcessor, without_stop_token
 from shared.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, StepOutput
+from shared.progress import ProgressBar
+from shared.prompts import (
+    Message,
+    Prompt,
+    as_token_ids,
+    params_per_prompt,
+    split_conversations,
+    split_prompts,
+)
 from shared.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from shared.engine.protocol import Engine
     from shared.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-Message = dict[str, Any]  # {"role": ..., "content": ...} and whatever the chat template reads
-Prompt = str | Sequence[int] | np.ndarray
-
-
-@dataclass
-class FailedCompletion(CompletionOutput):
-    """A completion the engine gave up (finish_reason "abort"), with what there was until then."""
-
-    error: str = ""
 
 
 class OfflineLLM:
@@ -48,14 +40,13 @@ class OfflineLLM:
     a `generate` while a stream is open is fine, they share the steps.
     """
 
-    engine_class: ClassVar[type[Engine]]
+    engine_class: ClassVar[type[Any]]  # a class that implements shared.engine.protocol.Engine
     config_class: ClassVar[type[EngineConfig]] = EngineConfig
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
         """Raises ValueError naming the field, or FileNotFoundError, if this cannot work."""
         self.config = self.config_class(model=model, **config)
-        make_engine: Any = self.engine_class  # the protocol says nothing about constructors
-        self.engine: Engine = make_engine(self.config)
+        self.engine: Engine = self.engine_class(self.config)
         self._ids = itertools.count()
         self._requests: dict[str, _Request] = {}  # unfinished, of all calls in progress
 
@@ -80,9 +71,9 @@ class OfflineLLM:
         Raises ValueError, with nothing enqueued, if any prompt or its parameters cannot run; it
         names the prompt by its position. If anything is raised on the way, Ctrl-C included, this
         call's requests are aborted and the engine stays usable. A request that fails inside the
-        engine ends alone, as a FailedCompletion.
+        engine ends alone, with `error` set in its outputs.
         """
-        return self._run(self._prepare(_split(prompts), sampling_params, True), use_tqdm)
+        return self._run(self._prepare(split_prompts(prompts), sampling_params, True), use_tqdm)
 
     def chat(
         self,
@@ -97,7 +88,7 @@ class OfflineLLM:
         `chat_template_kwargs` reach the template (Qwen3: {"enable_thinking": False}).
         """
         kwargs = chat_template_kwargs or {}
-        texts = [self.render_chat(one, **kwargs) for one in _conversations(messages)]
+        texts = [self.render_chat(one, **kwargs) for one in split_conversations(messages)]
         # The template has written the special tokens already.
         return self._run(self._prepare(texts, sampling_params, False), use_tqdm)
 
@@ -157,7 +148,7 @@ class OfflineLLM:
         add_special_tokens: bool,
     ) -> list[_Request]:
         """Checks everything, enqueues nothing."""
-        all_params = _params_per_prompt(sampling_params, len(prompts))
+        all_params = params_per_prompt(sampling_params, len(prompts))
         requests = []
         for position, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
             try:
@@ -173,7 +164,7 @@ class OfflineLLM:
             tokenizer = self._need_tokenizer("a text prompt")
             text, token_ids = prompt, tokenizer.encode(prompt, add_special_tokens)
         else:
-            text, token_ids = None, _as_token_ids(prompt)
+            text, token_ids = None, as_token_ids(prompt)
         self.engine.check_request(token_ids, params)
         request = _Request(str(next(self._ids)), text, token_ids, params)
         if params.stop:
@@ -181,7 +172,10 @@ class OfflineLLM:
         return request
 
     def _run(self, requests: list[_Request], show_progress: bool) -> list[RequestOutput]:
-        with self._enqueued(requests), _ProgressBar(requests, show_progress) as progress:
+        with (
+            self._enqueued(requests),
+            ProgressBar([r.output for r in requests], show_progress) as progress,
+        ):
             waiting = list(reversed(requests))
             while waiting:
                 if waiting[-1].is_finished:
@@ -208,9 +202,12 @@ class OfflineLLM:
     def _enqueued(self, requests: list[_Request]) -> Iterator[None]:
         """However the block ends, none of its requests is left in the engine."""
         try:
-            for request in requests:
-                self._requests[request.id] = request
-                self.engine.add_request(request.id, request.output.prompt_token_ids, request.params)
+            with _interrupt_afterwards():
+                for request in requests:
+                    self._requests[request.id] = request
+                    self.engine.add_request(
+                        request.id, request.output.prompt_token_ids, request.params
+                    )
             yield
         finally:
             with _interrupt_afterwards():
@@ -285,13 +282,12 @@ class OfflineLLM:
         """End all of the request that has not ended."""
         logger.error("request %s failed: %s", request.id, error)
         self.engine.abort_request(request.id)
-        completions = request.output.outputs
-        for index, completion in enumerate(completions):
+        for index, completion in enumerate(request.output.outputs):
             if completion.finish_reason is None:
                 if request.processors is not None:
                     completion.text += request.processors[index].add([], "abort").text
                 self._finish(request, index, "abort", now)
-                completions[index] = FailedCompletion(**vars(completion), error=error)
+                completion.error = error
 
 
 class TextStream(Iterator[str]):
@@ -341,62 +337,6 @@ class _Request:
             self.output.metrics.first_token_time = now
 
 
-class _ProgressBar:
-    """Drawn by hand between steps, a few times a second: what it shows is only counted then."""
-
-    DELAY = 1.0  # seconds; short work shows no bar
-    INTERVAL = 0.25
-
-    def __init__(self, requests: list[_Request], enabled: bool) -> None:
-        self._requests = requests
-        self._started = time.perf_counter()
-        shown = enabled and sys.stderr.isatty()
-        self._next_draw = self._started + self.DELAY if shown else math.inf
-        self._bar: Progress | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, now: float) -> None:
-        if now >= self._next_draw:
-            self._next_draw = now + self.INTERVAL
-            self._draw(now - self._started)
-
-    def _draw(self, seconds: float) -> None:
-        if self._bar is None:
-            self._bar = self._make_bar()
-            self._bar.start()
-        requests = self._requests
-        num_input = sum(len(r.output.prompt_token_ids) for r in requests if r.is_started)
-        num_output = sum(len(c.token_ids) for r in requests for c in r.output.outputs)
-        self._bar.update(
-            self._bar.task_ids[0],
-            completed=sum(r.is_finished for r in requests),
-            rates=f"in {num_input / seconds:,.0f}, out {num_output / seconds:,.0f} tokens/s",
-        )
-        self._bar.refresh()
-
-    def _make_bar(self) -> Progress:
-        from rich.console import Console  # here: most runs never draw
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        bar = Progress(
-            TextColumn("requests"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rates]}"),
-            console=Console(stderr=True),
-            auto_refresh=False,
-            transient=True,
-        )
-        bar.add_task("", total=len(self._requests), rates="")
-        return bar
-
-
 @contextmanager
 def _interrupt_afterwards() -> Iterator[None]:
     """Ctrl-C inside the block is raised at its end: no step is left half done.
@@ -425,78 +365,3 @@ def _interrupt_afterwards() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if interrupted:
         raise KeyboardInterrupt
-
-
-def _split(prompts: object) -> list[object]:
-    """The prompts one by one; a list of numbers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, np.ndarray):
-        return list(prompts) if prompts.ndim == 2 else [prompts]
-    if not isinstance(prompts, list | tuple | range):
-        raise ValueError(
-            "prompts must be a text, a list of token ids, or a list of these, "
-            f"got {type(prompts).__name__}"
-        )
-    nested = (str, list, tuple, range, np.ndarray)
-    if prompts and not any(issubclass(kind, nested) for kind in set(map(type, prompts))):
-        return [prompts]
-    return list(prompts)
-
-
-def _conversations(messages: object) -> Sequence[Sequence[Message]]:
-    """The conversations one by one; a list of tables is one conversation."""
-
-    def is_conversation(value: object) -> bool:
-        return isinstance(value, list | tuple) and all(isinstance(m, dict) for m in value)
-
-    if isinstance(messages, list | tuple):
-        if messages and is_conversation(messages):
-            return [messages]
-        if all(map(is_conversation, messages)):
-            return messages
-    raise ValueError("messages must be a list of {role, content} tables, or a list of such lists")
-
-
-def _as_token_ids(prompt: object) -> list[int]:
-    """Plain ints, whatever integers they were; whether the model has them is the engine's check."""
-    if isinstance(prompt, np.ndarray):
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise ValueError(
-                "an array of token ids must be one row of integers, got "
-                f"{prompt.dtype} with shape {prompt.shape}"
-            )
-        token_ids: list[int] = prompt.tolist()
-        return token_ids
-    if not isinstance(prompt, list | tuple | range):
-        raise ValueError(
-            f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}"
-        )
-    kinds = set(map(type, prompt))
-    if kinds <= {int}:
-        return list(prompt)
-    integer = {kind for kind in kinds if issubclass(kind, int | np.integer) and kind is not bool}
-    if kinds != integer:
-        wrong = next(token for token in prompt if type(token) not in integer)
-        raise ValueError(f"token ids must be integers, got {wrong!r}")
-    return [int(token) for token in prompt]
-
-
-def _params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> Sequence[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if not isinstance(params, list | tuple):
-        raise ValueError(
-            "sampling_params must be a SamplingParams or a list with one for each prompt, "
-            f"got {type(params).__name__}"
-        )
-    if len(params) != num_prompts:
-        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
-    for entry in params:
-        if not isinstance(entry, SamplingParams):
-            raise ValueError(f"sampling_params must hold SamplingParams only, got {entry!r}")
-    return params

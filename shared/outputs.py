@@ -54,6 +54,8 @@ class CompletionOutput:
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    """Why the engine gave up (finish_reason "abort"); the rest is what there was until then."""
 
 
 @dataclass

@@ -316,7 +316,7 @@ class EngineContract:
     # Bad requests
 
     @pytest.mark.parametrize(
-        ("prompt", "params", "named"),
+        "prompt, params, named",
         [
             ([], {}, "prompt_token_ids"),
             ([1, 128], {}, "prompt_token_ids"),

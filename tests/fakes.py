@@ -50,7 +50,7 @@ class FakeRunner:
 
     def submit(self, batch: Batch) -> FakeHandle:
         limits = self.limits
-        assert 0 < batch.num_tokens
+        assert batch.num_tokens > 0
         self.block_tables.reshape(-1)[batch.block_updates[:, 0]] = batch.block_updates[:, 1]
         in_flight = batch.input_ids < 0
         ids = np.where(

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from bench import cli, compare, gpu, result
+from bench import cli, compare, gpu, result, tables
 from bench.cli import BenchOptions
 from bench.compare import Attempt
 from bench.floor import Limits, ModelCost, Rates, measure_rates, physical_floor
@@ -347,17 +347,21 @@ def test_ttft_counts_from_when_the_prompt_was_due() -> None:
 
 
 class StarvingEngine(FakeEngine):
-    """Serves nobody once the window is open."""
+    """Serves nobody from some time on."""
+
+    last = 0.0
 
     def step(self) -> list[StepOutput]:
-        if self.now < 100.25:
+        if self.now < self.last:
             return super().step()
         self.now += 0.010
         return []
 
 
-def test_starvation_to_the_very_end_is_a_gap_and_a_failed_prompt() -> None:
+@pytest.mark.parametrize("last", [100.15, 100.25])  # before and after the window opens
+def test_starvation_to_the_very_end_is_a_gap_and_a_failed_prompt(last: float) -> None:
     engine = StarvingEngine()
+    engine.last = last
     metrics = drive(engine, steady_and(Request((3,) * 10, 2, arrival=0.3)))
     assert metrics.gap_ms is not None
     assert metrics.gap_ms.max > 3800  # window and drain
@@ -538,10 +542,10 @@ def test_medians_and_spread_over_repeats() -> None:
 
 def test_tables_keep_losing_and_failing_rows() -> None:
     failed = row("02_c", runs=[], medians={}, spread={}, percent_of_floor=None, error="a | b")
-    text = result.markdown([row("00_a", 100), row("01_b", 50), failed])
+    text = tables.markdown([row("00_a", 100), row("01_b", 50), failed])
     lines = [line for line in text.splitlines() if line.startswith("| 0")]
     assert [line.split(" | ")[0] for line in lines] == ["| 00_a", "| 01_b", "| 02_c"]
-    assert "100 (90-120)" in lines[0]
+    assert "100.0 (90.0-120.0)" in lines[0]
     assert " 1.00 " in lines[0]
     assert " 0.50 " in lines[1]
     assert "0; a / b" in lines[2]
@@ -553,10 +557,17 @@ def test_tables_keep_losing_and_failing_rows() -> None:
     assert {line.count("|") for line in lines} == {header.count("|")}
 
 
+def test_ratios_are_to_the_first_stage_of_the_same_comparison() -> None:
+    rows = [row("00_a", 100), row("01_b", 150), row("00_a", 200), row("01_b", 150)]
+    ((_, headers, cells),) = tables.tables(rows)
+    ratios = [line[headers.index("ratio")] for line in cells]
+    assert ratios == ["1.00", "1.50", "1.00", "0.75"]
+
+
 def test_other_machines_and_other_work_get_tables_of_their_own() -> None:
     other = row("00_a", hardware=Hardware("other CPU", 8))
     changed = row("00_a", workload=WorkloadInfo("nano", "cpu", 4096, "cd" * 32))
-    assert len(result.tables([row("00_a"), other, changed, row("01_b")])) == 3
+    assert len(tables.tables([row("00_a"), other, changed, row("01_b")])) == 3
 
 
 def test_micro_workloads_compare_time_per_token() -> None:
@@ -623,7 +634,7 @@ def test_comparison_keeps_stages_that_fail() -> None:
     assert [m.stage for m in merged] == ["A", "B", "C"]
     assert [len(m.runs) for m in merged] == [6, 0, 6]
     assert [m.error for m in merged] == [None, "out of memory", "RuntimeError: half way"]
-    assert len(result.tables(merged)) == 1
+    assert len(tables.tables(merged)) == 1
 
 
 def test_comparison_in_which_nothing_ran_says_why() -> None:

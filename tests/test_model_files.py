@@ -187,7 +187,10 @@ def test_end_tokens_are_the_union_of_both_files(
     "changes,message",
     [
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\]"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "architectures .*Qwen3MoeForCausalLM.*supported: Qwen3"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"]},
+            "architectures .*Qwen3MoeForCausalLM.*supported: Qwen3",
+        ),
         ({"architectures": ...}, "architectures None"),
         ({"architectures": [{}]}, "architectures"),
         ({"num_experts": 128}, "num_experts"),

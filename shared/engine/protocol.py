@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from shared.config import EngineConfig
 from shared.outputs import StepOutput
 from shared.sampling_params import SamplingParams
@@ -24,8 +26,9 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises the ValueError that `add_request` would raise; enqueues nothing."""
+    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+        """The prompt as an array. Raises the ValueError that `add_request` would raise; enqueues
+        nothing."""
         ...
 
     def add_request(

@@ -39,10 +39,10 @@ _UPLOAD_ALIGNMENT = 16
 class SamplingRows:
     """The K rows of a batch that sample, described on the host.
 
-    `owners` (0, 1, ...) identifies one stay of a sequence in a slot: never used twice, also not by
-    the same sequence after a preemption. `known_tokens(row)` gives the prompt and output tokens the
-    host knows; it is asked once per stay, for penalised rows only, and must then know all
-    `positions[row]` of them (nothing of this stay has been sampled yet).
+    `owners` (0, 1, ...) identifies one stay of a sequence in its slot: never used twice for that
+    slot, also not by the same sequence after a preemption. `known_tokens(row)` gives the prompt
+    and output tokens the host knows; it is asked once per stay, for penalised rows only, and must
+    then know all `positions[row]` of them (nothing of this stay has been sampled yet).
     """
 
     slots: IntArray
@@ -157,16 +157,6 @@ class Sampler:
         self._group = max(1, _GROUP_ELEMENTS // max(vocab_size, max_model_length))
         # max_num_sequences * max_model_length * 4 bytes; most services never see a penalty.
         self._history: TokenHistory | None = None
-
-    def check_params(self, params: SamplingParams) -> None:
-        """ValueError naming the field if it holds ids outside the vocabulary: on the device such
-        an id would end the process, not the request."""
-        fields = {"logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids}
-        for name, ids in fields.items():
-            for token_id in ids:
-                if token_id >= self.vocab_size:
-                    last = self.vocab_size - 1
-                    raise ValueError(f"{name} has token {token_id}; the vocabulary ends at {last}")
 
     def sample_plain(
         self,

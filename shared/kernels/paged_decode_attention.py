@@ -86,14 +86,12 @@ class DecodeWorkspace:
         num_kv_heads: int,
         head_dim: int,
         device: torch.device,
+        num_sms: int | None = None,
     ) -> DecodeWorkspace:
-        """Enough for every call of at most max_rows rows."""
+        """Enough for every call of at most max_rows rows; num_sms: the device's own if None."""
         group = num_heads // num_kv_heads
-        num_sms = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else 1
-        )
+        if num_sms is None:
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         # choose_splits() is a ceiling: at most the programs aimed for, plus one per row and head.
         programs = (_PROGRAMS_PER_SM * num_sms) + max_rows * num_kv_heads
         return cls(
@@ -188,7 +186,8 @@ def _combine(
         total = total * decay + tl.sum(partial * weights, axis=0, keep_dims=True)
         total_sum = total_sum * decay + tl.sum(weights, axis=0, keep_dims=True)
         total_max = new_max
-    tl.store(out_ptr + heads * HEAD_DIM + columns, total / total_sum, mask=heads < GROUP)
+    total /= tl.where(heads < GROUP, total_sum, 1.0)
+    tl.store(out_ptr + heads * HEAD_DIM + columns, total, mask=heads < GROUP)
 
 
 @jit(
@@ -249,14 +248,16 @@ def _paged_decode_attention_kernel(
     accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    readable = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+    pages = tl.load(table_ptr + readable // PAGE_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         # Keys past the end are read from the last valid one and masked as scores: every address
         # is valid and every value finite, so zero weights cannot meet a NaN.
         readable = tl.minimum(positions, end - 1)
-        pages = tl.load(table_ptr + readable // PAGE_SIZE).to(tl.int64)
-        offsets = (pages * PAGE_SIZE + readable % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
-        offsets = offsets[:, None] + d[None, :]
+        offsets = pages.to(tl.int64) * PAGE_SIZE + readable % PAGE_SIZE
+        offsets = (offsets * (NUM_KV_HEADS * HEAD_DIM))[:, None] + d[None, :]
+        pages = tl.load(table_ptr + tl.minimum(positions + BLOCK_N, end - 1) // PAGE_SIZE)
         k = tl.load(k_ptr + offsets)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where((positions < end)[None, :], scores, float("-inf"))
@@ -318,7 +319,6 @@ def paged_decode_attention_triton(
     workspace: DecodeWorkspace | None = None,
     out: torch.Tensor | None = None,
     tile: DecodeTile | None = None,
-    splits: int | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(q) if out is None else out
     if not (q.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous()):
@@ -334,9 +334,8 @@ def paged_decode_attention_triton(
             f"{workspace.arrivals.shape[0]} row and head pairs"
         )
     tile = tile or choose_tile(head_dim, q.element_size())
-    if splits is None:
-        max_length = block_tables.shape[1] * page_size
-        splits = choose_splits(num_rows, num_kv_heads, max_length, workspace.num_sms)
+    max_length = block_tables.shape[1] * page_size
+    splits = choose_splits(num_rows, num_kv_heads, max_length, workspace.num_sms)
     group_block = next_power_of_2(group)
     _paged_decode_attention_kernel[(num_kv_heads, splits, num_rows)](
         q,

@@ -150,6 +150,7 @@ def _attend(
     accumulator,
     row_max,
     row_sum,
+    pages,
     q,
     query_positions,
     k_ptr,
@@ -169,9 +170,9 @@ def _attend(
     # Keys past the end are read from the last valid one and masked as scores: every address is
     # valid and every value finite, so zero weights cannot meet a NaN.
     readable = tl.minimum(positions, num_keys - 1) if MASKED else positions
-    pages = tl.load(table_ptr + readable // PAGE_SIZE).to(tl.int64)
-    offsets = (pages * PAGE_SIZE + readable % PAGE_SIZE) * ROW_STRIDE
+    offsets = (pages.to(tl.int64) * PAGE_SIZE + readable % PAGE_SIZE) * ROW_STRIDE
     offsets = offsets[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    pages = tl.load(table_ptr + tl.minimum(positions + BLOCK_N, num_keys - 1) // PAGE_SIZE)
     k = tl.load(k_ptr + offsets)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -183,7 +184,7 @@ def _attend(
     accumulator *= decay[:, None]
     v = tl.load(v_ptr + offsets)
     accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
-    return accumulator, new_max, row_sum
+    return accumulator, new_max, row_sum, pages
 
 
 @jit(
@@ -255,11 +256,14 @@ def _paged_prefill_attention_kernel(
     query_positions = row_position + tokens
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    positions = tl.minimum(tl.arange(0, BLOCK_N), num_keys - 1)
+    pages = tl.load(table_ptr + positions // PAGE_SIZE)
     for start in tl.range(0, shared_keys, BLOCK_N):
-        accumulator, row_max, row_sum = _attend(
+        accumulator, row_max, row_sum, pages = _attend(
             accumulator,
             row_max,
             row_sum,
+            pages,
             q,
             query_positions,
             k_ptr,
@@ -275,10 +279,11 @@ def _paged_prefill_attention_kernel(
             False,
         )
     for start in tl.range(shared_keys, num_keys, BLOCK_N):
-        accumulator, row_max, row_sum = _attend(
+        accumulator, row_max, row_sum, pages = _attend(
             accumulator,
             row_max,
             row_sum,
+            pages,
             q,
             query_positions,
             k_ptr,
@@ -302,7 +307,7 @@ def choose_tile(group: int, head_dim: int, element_size: int, max_query_len: int
     """The tile for a model; `max_query_len` picks between its two compiled variants."""
     if element_size == 4:
         # Plain multiply-adds instead of matrix units: registers hold both operands of a small tile.
-        return PrefillTile(max(16, next_power_of_2(group)), 32 if head_dim <= 128 else 16, 4, 2)
+        return PrefillTile(max(32, next_power_of_2(group)), 32 if head_dim <= 128 else 16, 4, 2)
     # A row of queries that fits half a tile gets a half tile: decodes and short chunks in it are
     # bound by reading keys, and two small programs per multiprocessor read better than one.
     if max_query_len * group <= 64:

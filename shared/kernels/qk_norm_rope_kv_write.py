@@ -133,7 +133,7 @@ def _qk_norm_rope_kv_write_kernel(
     else:
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         kv_heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
-        kv_inside = (kv_heads < NUM_KV_HEADS) & (slot >= 0)
+        kv_inside = kv_heads < tl.where(slot >= 0, NUM_KV_HEADS, 0)
         kv_offsets = kv_heads * HEAD_DIM + half[None, :]
         k_ptr = token_ptr + NUM_HEADS * HEAD_DIM + kv_offsets
         v_ptr = k_ptr + NUM_KV_HEADS * HEAD_DIM

@@ -136,8 +136,8 @@ class Qwen3Block(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """The model in two halves, because a step needs logits of few of its tokens:
 
-    `forward`: token ids [T] -> hidden states and residual, [T, hidden_size] each
-    `compute_logits`: chosen rows of both -> logits [K, vocab_size]
+    `forward`, the trunk: token ids [T] -> hidden states [T, hidden_size]
+    `compute_logits`, the head: chosen hidden states [K, hidden_size] -> logits [K, vocab_size]
     """
 
     def __init__(
@@ -192,18 +192,19 @@ class Qwen3ForCausalLM(nn.Module):
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """kv_cache [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
         x: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
             x, residual = layer(x, residual, positions, self.cos_sin, layer_cache, metadata)
         assert residual is not None
-        return x, residual
+        return x + residual
 
-    def compute_logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        x, _ = self.norm(x, residual)
-        return self.lm_head(x)
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        x, _ = self.norm(hidden, None)
+        logits: torch.Tensor = self.lm_head(x)
+        return logits
 
 
 def key_value_rows(config: ModelConfig, tp: TensorParallel) -> Rows:

@@ -21,7 +21,7 @@ def make_decodes(place: Place, lengths: list[int], **shapes: int) -> PagedBatch:
     """One query per sequence; length 0 is a padding row."""
     padding = lengths.count(0)
     real = [length for length in lengths if length]
-    batch = make_batch(
+    return make_batch(
         [1] * len(real),
         [length - 1 for length in real],
         device=place.device,
@@ -30,10 +30,13 @@ def make_decodes(place: Place, lengths: list[int], **shapes: int) -> PagedBatch:
         padding_tokens=padding,
         **shapes,
     )
-    return batch
 
 
-def run(batch: PagedBatch, **options: object) -> torch.Tensor:
+def run(batch: PagedBatch, num_sms: int = 2, **options: object) -> torch.Tensor:
+    num_rows, num_heads, head_dim = batch.q.shape
+    workspace = DecodeWorkspace.allocate(
+        num_rows, num_heads, batch.k_cache.shape[2], head_dim, batch.q.device, num_sms
+    )
     return paged_decode_attention_triton(
         batch.q,
         batch.k_cache,
@@ -42,7 +45,7 @@ def run(batch: PagedBatch, **options: object) -> torch.Tensor:
         batch.slots,
         batch.seq_lens,
         batch.scale,
-        **options,
+        **{"workspace": workspace, **options},
     )
 
 
@@ -60,7 +63,7 @@ def test_reference_matches_exact_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "num_kv_heads", "group", "head_dim"),
+    "block_size, num_kv_heads, group, head_dim",
     [
         (16, 2, 1, 16),
         (16, 2, 2, 64),
@@ -75,7 +78,7 @@ def test_reference_matches_exact_attention() -> None:
         (16, 1, 2, 256),
     ],
 )
-@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("num_sms", [1, 4])
 def test_lengths_and_splits(
     place: Place,
     poison_empty: None,
@@ -83,42 +86,41 @@ def test_lengths_and_splits(
     num_kv_heads: int,
     group: int,
     head_dim: int,
-    splits: int | None,
+    num_sms: int,
 ) -> None:
     batch = make_decodes(
         place,
-        [1, 16, 17, 127, 300, 700],
+        [1, 17, 128, 300],
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
     )
-    place.assert_close(run(batch, splits=splits), batch.exact)
+    place.assert_close(run(batch, num_sms), batch.exact)
 
 
 def test_padding_rows_are_zeros(place: Place, poison_empty: None) -> None:
     batch = make_decodes(place, [40, 200, 0, 0, 0])
     batch.q[2:] = float("nan")
-    out = run(batch, splits=4)
+    out = run(batch, 4)
     place.assert_close(out, batch.exact)
     assert not out[2:].any()
-    assert not run(make_decodes(place, [0, 0]), splits=2).any()
+    assert not run(make_decodes(place, [0, 0])).any()
 
 
 def test_more_splits_than_one_combining_step(place: Place, poison_empty: None) -> None:
     batch = make_decodes(place, [2500, 900], num_kv_heads=1, group=8, head_dim=128)
-    place.assert_close(run(batch, splits=20), batch.exact)
+    place.assert_close(run(batch, 5), batch.exact)
 
 
 def test_workspace_is_clean_after_every_call(place: Place) -> None:
-    workspace = DecodeWorkspace.allocate(6, 4, 2, 64, place.device)
+    workspace = DecodeWorkspace.allocate(6, 4, 2, 64, place.device, 4)
     workspace.partial_out.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
     for lengths in ([300, 1, 0, 520, 130, 129], [700, 20], [4]):
         batch = make_decodes(place, lengths)
         out = torch.full_like(batch.q, float("nan"))
-        splits = 2 if place.device.type == "cpu" else None
-        assert run(batch, workspace=workspace, out=out, splits=splits) is out
+        assert run(batch, workspace=workspace, out=out) is out
         place.assert_close(out, batch.exact)
         assert not workspace.arrivals.any()
 
@@ -126,7 +128,7 @@ def test_workspace_is_clean_after_every_call(place: Place) -> None:
 def test_too_many_rows_for_the_workspace_is_an_error(place: Place) -> None:
     batch = make_decodes(place, [4, 5, 6])
     with pytest.raises(ValueError, match="workspace"):
-        run(batch, workspace=DecodeWorkspace.allocate(2, 4, 2, 64, place.device))
+        run(batch, workspace=DecodeWorkspace.allocate(2, 4, 2, 64, place.device, 1))
 
 
 def test_splits_fit_the_workspace_for_every_size() -> None:
@@ -139,20 +141,20 @@ def test_splits_fit_the_workspace_for_every_size() -> None:
 
 
 @settings(
-    max_examples=15,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=5),
-    splits=st.integers(1, 6),
+    num_sms=st.integers(1, 4),
     group=st.integers(1, 6),
 )
-def test_any_batch(place: Place, lengths: list[int], splits: int, group: int) -> None:
+def test_any_batch(place: Place, lengths: list[int], num_sms: int, group: int) -> None:
     batch = make_decodes(place, [*lengths, 0], num_kv_heads=1, group=group, head_dim=16)
     out = torch.full_like(batch.q, float("nan"))
-    place.assert_close(run(batch, splits=splits, out=out), batch.exact)
+    place.assert_close(run(batch, num_sms, out=out), batch.exact)
 
 
 needs_gpu = [

@@ -24,14 +24,14 @@ from tests.kernels.place import Place
 SHAPES = [(1, 16), (3, 64), (5, 100), (17, 1024), (2, 5120), (4, 4096)]
 
 
-@pytest.mark.parametrize(("rows", "hidden"), SHAPES)
+@pytest.mark.parametrize("rows, hidden", SHAPES)
 def test_rms_norm(place: Place, poison_empty: None, rows: int, hidden: int) -> None:
     x, weight = place.randn(rows, hidden, scale=3.0), place.randn(hidden)
     exact = rms_norm_reference(x.double().cpu(), weight.double().cpu(), 1e-6)
     place.assert_close(rms_norm_triton(x, weight, 1e-6), exact)
 
 
-@pytest.mark.parametrize(("rows", "hidden"), SHAPES)
+@pytest.mark.parametrize("rows, hidden", SHAPES)
 def test_add_rms_norm_in_place(place: Place, rows: int, hidden: int) -> None:
     x, residual, weight = place.randn(rows, hidden), place.randn(rows, hidden), place.randn(hidden)
     # The sum is rounded to the storage type before it is normalised.
@@ -55,7 +55,7 @@ def test_norm_of_a_zero_row_is_zero(place: Place, poison_empty: None) -> None:
     assert not rms_norm_triton(x, place.randn(64), 1e-6).any()
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 100), (5, 1024), (2, 3000), (1, 12288)])
+@pytest.mark.parametrize("rows, width", [(1, 16), (3, 100), (5, 1024), (2, 3000), (1, 12288)])
 def test_silu_and_mul(place: Place, poison_empty: None, rows: int, width: int) -> None:
     x = place.randn(rows, 2 * width, scale=4.0)
     x[0, 0] = -60000.0 if place.dtype == torch.float16 else -1e30  # exp overflows: silu is 0
@@ -64,7 +64,7 @@ def test_silu_and_mul(place: Place, poison_empty: None, rows: int, width: int) -
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    "num_heads, num_kv_heads, head_dim, block_size",
     [
         (2, 1, 16, 16),
         (4, 2, 64, 16),

@@ -52,7 +52,7 @@ def test_reference_matches_exact_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "num_kv_heads", "group", "head_dim"),
+    "block_size, num_kv_heads, group, head_dim",
     [
         (16, 2, 1, 16),
         (16, 2, 2, 64),
@@ -75,8 +75,8 @@ def test_mixed_lengths(
     head_dim: int,
 ) -> None:
     batch = make_batch(
-        [1, 33, 1, 130, 7, 1],
-        [70, 0, 0, 100, 256, 15],
+        [1, 33, 1, 70, 7],
+        [70, 0, 0, 40, 90],
         device=place.device,
         dtype=place.dtype,
         block_size=block_size,
@@ -142,7 +142,7 @@ def test_tail_of_a_batch_with_its_own_offsets(place: Place) -> None:
 
 
 @settings(
-    max_examples=15,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -1,0 +1,1 @@
+"""Measuring the stages: frozen workloads, drivers, the physical floor, results and comparisons."""

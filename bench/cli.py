@@ -1,0 +1,184 @@
+"""What `python -m steps.NN_x.bench` does: measure one stage on one workload."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import tyro
+from rich.console import Console
+
+from bench import result as results
+from bench import tables
+from bench.floor import Limits, ModelCost, best, measure_rates, physical_floor
+from bench.gpu import GpuMonitor, hardware, load_nvml
+from bench.offline import Driver
+from bench.result import Result, RunMetrics, WorkloadInfo
+from bench.workloads import WARMUP, Scale, WorkloadName, auto_scale, build_workload
+from shared import EngineConfig
+from shared.cli import EXIT_FAILED, flags_of, given, run_main
+from shared.engine.resolve import resolve_device, resolve_dtype
+from shared.models.files import ModelFiles
+from steps import load
+
+logger = logging.getLogger(__name__)
+
+# Of a timed workload, the warm-up runs this share of the window; others run whole.
+WARMUP_SHARE = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions:
+    workload: WorkloadName = "nano"
+    """Frozen work to do; see bench/workloads.py."""
+    json: Path | None = None
+    """Append the result to this JSON file."""
+    repeats: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    """Measured runs, after one that is not; each with prompts of its own."""
+    first_repeat: int = 0
+    """Number of the first measured run, for runs spread over several processes."""
+    scale: Literal["auto"] | Scale = "auto"
+    """Size of the workload. auto: cpu on a CPU, else full (full_large from 3e9 parameters)."""
+    warmup: bool = True
+    """Run the workload once, unmeasured, with prompts of its own."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.first_repeat < 0:
+            raise ValueError("repeats must be at least 1 and first-repeat at least 0")
+
+
+def main(stage: str, args: Sequence[str] | None = None) -> NoReturn:
+    """Measures, prints, writes, exits. Status 1: a run failed, and what was measured is kept; 2,
+    with one line on stderr: wrong options or files."""
+    run_main(lambda: _bench(stage, sys.argv[1:] if args is None else args))
+
+
+def _bench(stage: str, args: Sequence[str]) -> int:
+    options, config = parse(load(stage).Config, f"python -m steps.{stage}.bench", args)
+    row = measure(stage, options, config)
+    if options.json is not None:
+        results.append_results(options.json, [row])
+    Console(soft_wrap=True).print(tables.report(row))
+    failed = row.error is not None
+    if failed:
+        logger.error("%s", row.error)
+    return EXIT_FAILED if failed else 0
+
+
+def parse(
+    config_class: type[EngineConfig], prog: str, args: Sequence[str]
+) -> tuple[BenchOptions, EngineConfig]:
+    """Flags of the benchmark and of the stage's own config, side by side."""
+    flat = tyro.conf.OmitArgPrefixes
+    engine = flags_of(config_class, "engine")
+    arguments = dataclasses.make_dataclass(
+        "Arguments",
+        [("bench", Annotated[BenchOptions, flat]), ("engine", Annotated[engine, flat])],
+    )
+    description = "Measure this stage on a frozen workload."
+    parsed: Any = tyro.cli(arguments, prog=prog, description=description, args=args)
+    return parsed.bench, config_class(**given(parsed.engine))
+
+
+def measure(stage: str, options: BenchOptions, config: EngineConfig) -> Result:
+    """One row. An error while the workload runs is part of the row; one at start-up is raised."""
+    shape = ModelFiles.find(config.model, config.load_format).config
+    device = resolve_device(config)
+    dtype = resolve_dtype(config, shape, device)
+    cost = ModelCost.of(shape, dtype.itemsize)
+    scale = auto_scale(device.type, shape) if options.scale == "auto" else options.scale
+    # Repeat 0 names the work, whichever repeats this process runs.
+    reference = build_workload(options.workload, scale, shape.vocab_size)
+    rates = measure_rates(device.type, dtype, cost.weight_bytes)
+    machine = hardware(device.type)
+    commit, dirty = results.git_state()
+
+    engine = load(stage).Engine(config)
+    monitor = GpuMonitor(load_nvml() if machine.gpus else None, [g.uuid for g in machine.gpus])
+    try:
+        effective = effective_config(config, engine.describe())
+        runs, error = _run(Driver(engine), options, scale, shape.vocab_size, monitor)
+    finally:
+        engine.close()
+    # Other processes can only have lowered what was measured: the best of before and after.
+    rates = best(rates, measure_rates(device.type, dtype, cost.weight_bytes))
+
+    medians, spread = results.summarise(runs)
+    floor = physical_floor(reference, cost, rates, _limits(effective), devices=_devices(effective))
+    return Result(
+        stage=stage,
+        workload=WorkloadInfo(
+            reference.name, reference.scale, reference.id_limit, reference.sha256
+        ),
+        created=results.now(),
+        commit=commit,
+        dirty=dirty,
+        hardware=machine,
+        versions=results.library_versions(),
+        config=effective,
+        runs=runs,
+        medians=medians,
+        spread=spread,
+        floor=floor,
+        percent_of_floor=results.percent_of_floor(reference.name, medians, floor),
+        gpu_use=monitor.use(),
+        error=error,
+    )
+
+
+def _run(
+    driver: Driver, options: BenchOptions, scale: Scale, vocab_size: int, monitor: GpuMonitor
+) -> tuple[list[RunMetrics], str | None]:
+    runs: list[RunMetrics] = []
+    try:
+        if options.warmup:
+            warmup = build_workload(options.workload, scale, vocab_size, WARMUP)
+            driver.run(warmup.shortened(WARMUP_SHARE))
+        with monitor:
+            for repeat in range(options.first_repeat, options.first_repeat + options.repeats):
+                workload = build_workload(options.workload, scale, vocab_size, repeat)
+                runs.append(driver.run(workload))
+                _log_run(runs[-1], expects_hits=any(r.shared_tokens for r in workload.requests))
+    except Exception as error:
+        logger.exception("%s failed", options.workload)
+        return runs, f"{type(error).__name__}: {error}"
+    return runs, None
+
+
+def _log_run(run: RunMetrics, expects_hits: bool) -> None:
+    logger.info(
+        "repeat %d: %d tokens in %.2f s, %.1f tokens/s",
+        run.repeat, run.output_tokens, run.seconds, run.tokens_per_second,
+    )  # fmt: skip
+    if run.failed:
+        logger.warning("%d of %d requests failed: %s", run.failed, run.requests, run.failures[0])
+    if run.prefix_hit_tokens and not expects_hits:
+        logger.warning("%d prompt tokens came from the prefix cache", run.prefix_hit_tokens)
+
+
+def effective_config(config: EngineConfig, described: dict[str, Any]) -> dict[str, Any]:
+    """What the engine says of itself, over what was asked for where it says nothing.
+
+    Parallel sizes count only when the engine confirms them: a stage without them ignores them.
+    """
+    parallel = {"tensor_parallel_size": 1, "data_parallel_size": 1}
+    return {**config.model_dump(mode="json"), **parallel, **described}
+
+
+def _limits(effective: dict[str, Any]) -> Limits:
+    return Limits(
+        sequences=effective["max_num_sequences"],
+        step_tokens=effective["max_num_batched_tokens"],
+        pool_tokens=effective["tokens_in_pool"],
+        max_model_length=effective["max_model_length"],
+        prefix_caching=effective["enable_prefix_caching"],
+    )
+
+
+def _devices(effective: dict[str, Any]) -> int:
+    sizes = effective["tensor_parallel_size"], effective["data_parallel_size"]
+    return int(sizes[0] * sizes[1])

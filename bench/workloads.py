@@ -1,0 +1,223 @@
+"""Frozen workloads: the same requests on every machine, for every stage, in every version.
+
+Only `random.Random.random()` draws numbers: Python promises that it keeps its sequence for a given
+seed, numpy and torch promise no such thing for theirs. (The lengths of `nano` are the exception:
+they replay another project's script.) What came out is hashed; the hash goes into every result, so
+that two rows can be told to have measured the same work.
+
+Repeats of a workload have the same lengths and arrival times (equal work) but other token ids.
+With equal ids the second repeat would find its prompts in the prefix cache and measure that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from random import Random
+from typing import Literal, get_args
+
+import numpy as np
+
+from shared import SamplingParams
+from shared.models.config import ModelConfig
+
+WorkloadName = Literal["nano", "decode_gap", "shared_prefix", "batch1", "batch8"]
+Scale = Literal["cpu", "full", "full_large"]
+
+WORKLOADS: tuple[WorkloadName, ...] = get_args(WorkloadName)
+SCALES: tuple[Scale, ...] = get_args(Scale)
+
+# Every id is below this, so that any vocabulary of at least this size sees the same prompts.
+ID_LIMIT = 10_000
+# The repeat that is run first and not measured.
+WARMUP = -1
+# Above this, a long prompt every 0.4 s is more than one GPU can prefill beside its decodes.
+LARGE_MODEL_PARAMETERS = 3e9
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a workload; ends after exactly `max_tokens` tokens, whatever they are."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int | None
+    """None: a steady decode, which runs until the measured window closes."""
+    temperature: float = 0.6
+    arrival: float | None = None
+    """Seconds after the window opens. None: together with the rest of its wave."""
+    wave: int = 0
+    """Waves start when the one before has finished."""
+    shared_tokens: int = 0
+    """Leading prompt tokens that an earlier request of the workload has as well."""
+
+    def sampling_params(self, max_model_length: int) -> SamplingParams:
+        """`max_model_length` (tokens) bounds a steady decode."""
+        limit = self.max_tokens or max(1, max_model_length - len(self.prompt))
+        return SamplingParams(temperature=self.temperature, max_tokens=limit, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: WorkloadName
+    scale: Scale
+    id_limit: int
+    repeat: int
+    requests: tuple[Request, ...]
+    window: float | None = None
+    """Seconds that are measured while requests arrive by the clock. None: until all is done."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the content: prompts, output lengths, sampling, arrival times, window."""
+        digest = hashlib.sha256(json.dumps([self.name, self.window]).encode())
+        for request in self.requests:
+            values = [
+                len(request.prompt),
+                request.max_tokens,
+                request.temperature,
+                request.arrival,
+                request.wave,
+            ]
+            digest.update(json.dumps(values).encode())
+            digest.update(np.asarray(request.prompt, dtype="<u4").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt plus its output (steady decodes count their prompt)."""
+        return max(len(request.prompt) + (request.max_tokens or 1) for request in self.requests)
+
+    def shortened(self, share: float) -> Workload:
+        """The first `share` of the window; a workload that has none comes back as it is."""
+        if self.window is None:
+            return self
+        window = self.window * share
+        kept = tuple(r for r in self.requests if r.arrival is None or r.arrival < window)
+        return replace(self, requests=kept, window=window)
+
+
+def build_workload(name: WorkloadName, scale: Scale, vocab_size: int, repeat: int = 0) -> Workload:
+    """The workload's requests. Raises ValueError for an unknown name or scale.
+
+    `vocab_size` caps the token ids when it is below 10,000: the hash then differs, and says so.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"no workload {name!r}; there are: {', '.join(WORKLOADS)}")
+    if scale not in SCALES:
+        raise ValueError(f"no scale {scale!r}; there are: {', '.join(SCALES)}")
+    id_limit = min(ID_LIMIT, vocab_size)
+    # A string seed is hashed by Random itself, the same way everywhere.
+    ids = _Ids(Random(f"{name} ids {repeat}"), id_limit)
+    requests, window = _BUILDERS[name](scale, ids)
+    return Workload(name, scale, id_limit, repeat, tuple(requests), window)
+
+
+def auto_scale(device: str, model: ModelConfig) -> Scale:
+    """`cpu` on a CPU; on a GPU `full`, or `full_large` when long prompts must come less often."""
+    if device == "cpu":
+        return "cpu"
+    layer = model.hidden_size * (
+        2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+        + 3 * model.intermediate_size
+    )
+    return "full_large" if layer * model.num_hidden_layers > LARGE_MODEL_PARAMETERS else "full"
+
+
+@dataclass
+class _Ids:
+    random: Random
+    limit: int
+
+    def draw(self, count: int) -> tuple[int, ...]:
+        return tuple(int(self.random.random() * self.limit) for _ in range(count))
+
+
+def _uniform(random: Random, low: int, high: int) -> int:
+    """An integer from low to high, both included."""
+    return low + int(random.random() * (high - low + 1))
+
+
+Built = tuple[Sequence[Request], float | None]
+
+
+def _nano_lengths() -> list[tuple[int, int]]:
+    """(prompt, output) lengths of nano-vllm's own benchmark: uniform 100-1024, 133,966 out.
+
+    Its script draws everything from one generator seeded with 0, each prompt's length just before
+    its ids, so the ids have to be drawn as well to arrive at its lengths.
+    """
+    random = Random(0)
+    prompts = []
+    for _ in range(256):
+        prompts.append(random.randint(100, 1024))
+        for _ in range(prompts[-1]):
+            random.randint(0, 10_000)
+    return [(prompt, random.randint(100, 1024)) for prompt in prompts]
+
+
+def _nano(scale: Scale, ids: _Ids) -> Built:
+    lengths = _nano_lengths()
+    if scale == "cpu":  # a quarter of the requests, an eighth of their lengths: 12-128
+        lengths = [(prompt // 8, output // 8) for prompt, output in lengths[:64]]
+    return [Request(ids.draw(prompt), output) for prompt, output in lengths], None
+
+
+def _decode_gap(scale: Scale, ids: _Ids) -> Built:
+    """Steady decodes, and long prompts that get in their way at fixed intervals."""
+    steady, steady_prompt, prompt, output, interval, window = {
+        "cpu": (4, 64, 256, 8, 0.4, 8.0),
+        "full": (32, 512, 4096, 16, 0.4, 30.0),
+        "full_large": (32, 512, 4096, 16, 1.0, 30.0),
+    }[scale]
+    requests = [Request(ids.draw(steady_prompt), None) for _ in range(steady)]
+    for i in range(round(window / interval)):
+        requests.append(Request(ids.draw(prompt), output, arrival=round(i * interval, 6)))
+    return requests, window
+
+
+def _shared_prefix(scale: Scale, ids: _Ids) -> Built:
+    """Two waves over the same prefixes: in the second, every owner of a prefix has gone.
+
+    Within a wave the prefixes take turns, so that neighbours in the queue do not share.
+    """
+    prefixes, prefix_length, users, suffix, output = {
+        "cpu": (4, 128, 4, (8, 32), (8, 32)),
+        "full": (16, 2048, 8, (64, 256), (64, 256)),
+        "full_large": (16, 2048, 8, (64, 256), (64, 256)),
+    }[scale]
+    lengths = Random("shared_prefix lengths")
+    common = [ids.draw(prefix_length) for _ in range(prefixes)]
+    requests = []
+    for wave in range(2):
+        for user in range(users):
+            for prefix in common:
+                prompt = prefix + ids.draw(_uniform(lengths, *suffix))
+                shared = 0 if wave == user == 0 else prefix_length
+                max_tokens = _uniform(lengths, *output)
+                requests.append(Request(prompt, max_tokens, wave=wave, shared_tokens=shared))
+    return requests, None
+
+
+def _batch(size: int, prompt: int) -> Callable[[Scale, _Ids], Built]:
+    def build(scale: Scale, ids: _Ids) -> Built:
+        length = prompt if scale != "cpu" else min(prompt, 64)
+        output = 256 if scale != "cpu" else 64
+        return [Request(ids.draw(length), output) for _ in range(size)], None
+
+    return build
+
+
+_BUILDERS: dict[WorkloadName, Callable[[Scale, _Ids], Built]] = {
+    "nano": _nano,
+    "decode_gap": _decode_gap,
+    "shared_prefix": _shared_prefix,
+    "batch1": _batch(1, 16),
+    "batch8": _batch(8, 512),
+}
