@@ -9,7 +9,10 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.reference import Reference, make_checkpoint
+# Helpers' asserts explain themselves only if pytest rewrites them, which it does for tests alone.
+pytest.register_assert_rewrite("tests.engine_contract", "tests.reference", "tests.fakes")
+
+from tests.reference import Reference, make_checkpoint  # noqa: E402
 
 # No deadline: timings on shared machines say nothing. CI draws the same examples every time.
 settings.register_profile(

@@ -82,7 +82,7 @@ class ModelRunner:
         self.model_config = model_config
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, model_config, self.device)
-        backend = resolve_backend(config, self.device, self.dtype)
+        backend = resolve_backend(config, model_config, self.device, self.dtype)
         self.block_size = resolve_block_size(config, backend)
         self.max_model_length = resolve_max_length(config, model_config)
         self.max_num_sequences = min(config.max_num_sequences, config.max_num_batched_tokens)

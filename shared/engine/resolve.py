@@ -9,8 +9,8 @@ import torch
 from shared.config import FLASH_ATTN_BLOCK_SIZE, EngineConfig
 from shared.models.config import ModelConfig
 
-# Triton tiles a block in one load: powers of two from the smallest tile a matrix unit takes.
-SMALLEST_TRITON_BLOCK = 16
+# Triton's tiles have sides that are powers of two, and its matrix products sides from 16 on.
+SMALLEST_TRITON_TILE = 16
 AUTO_BLOCK_SIZE = 16
 
 
@@ -33,38 +33,53 @@ def resolve_dtype(
     return dtype
 
 
-def resolve_backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
+def resolve_backend(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> str:
+    """auto falls back to torch where no kernel fits; a backend asked for by name is refused with
+    the reason instead."""
     backend = config.attention_backend
     if backend == "auto":
-        return "triton" if device.type == "cuda" and _is_installed("triton") else "torch"
-    if backend == "torch":
-        return backend
-    if device.type != "cuda":
-        raise ValueError(f"attention_backend={backend} needs a GPU; device is {device.type}")
-    if not _is_installed(backend):
-        raise ValueError(f"attention_backend={backend}, but {backend} is not installed")
-    if backend == "flash_attn" and dtype == torch.float32:
-        raise ValueError(
-            "attention_backend=flash_attn computes in bfloat16 or float16, not dtype=float32"
-        )
+        obstacle = _obstacle("triton", config, model_config, device, dtype)
+        return "torch" if obstacle else "triton"
+    obstacle = _obstacle(backend, config, model_config, device, dtype)
+    if obstacle:
+        raise ValueError(f"attention_backend={backend} {obstacle}")
     return backend
 
 
+def _obstacle(
+    backend: str,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    """Why a backend cannot run here."""
+    size, head_dim = config.kvcache_block_size, model_config.head_dim
+    if backend == "torch":
+        return None
+    if device.type != "cuda":
+        return f"needs a GPU, and device is {device.type}"
+    if importlib.util.find_spec(backend) is None:
+        return f"needs the package {backend}, which is not installed"
+    if backend == "flash_attn":
+        if dtype == torch.float32:
+            return "computes in bfloat16 or float16, and dtype is float32"
+        if size not in ("auto", FLASH_ATTN_BLOCK_SIZE):
+            return f"needs kvcache_block_size={FLASH_ATTN_BLOCK_SIZE}, got {size}"
+        return None
+    if head_dim < SMALLEST_TRITON_TILE or head_dim & (head_dim - 1):
+        return f"needs a head_dim that is a power of two from 16, and the model's is {head_dim}"
+    if size != "auto" and (size < SMALLEST_TRITON_TILE or size & (size - 1)):
+        return f"needs a kvcache_block_size that is a power of two from 16, got {size}"
+    return None
+
+
 def resolve_block_size(config: EngineConfig, backend: str) -> int:
-    size = config.kvcache_block_size
-    if size == "auto":
-        return FLASH_ATTN_BLOCK_SIZE if backend == "flash_attn" else AUTO_BLOCK_SIZE
-    if backend == "flash_attn" and size != FLASH_ATTN_BLOCK_SIZE:
-        raise ValueError(
-            f"attention_backend=flash_attn needs kvcache_block_size={FLASH_ATTN_BLOCK_SIZE}, "
-            f"got kvcache_block_size={size}"
-        )
-    if backend == "triton" and (size < SMALLEST_TRITON_BLOCK or size & (size - 1)):
-        raise ValueError(
-            f"attention_backend=triton needs a kvcache_block_size that is a power of two and at "
-            f"least {SMALLEST_TRITON_BLOCK}, got kvcache_block_size={size}"
-        )
-    return size
+    if config.kvcache_block_size != "auto":
+        return config.kvcache_block_size
+    return FLASH_ATTN_BLOCK_SIZE if backend == "flash_attn" else AUTO_BLOCK_SIZE
 
 
 def resolve_max_length(config: EngineConfig, model_config: ModelConfig) -> int:
@@ -80,7 +95,3 @@ def resolve_max_length(config: EngineConfig, model_config: ModelConfig) -> int:
             f"max_model_length={config.max_model_length} exceeds the model's own limit of {limit}"
         )
     return config.max_model_length
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None

@@ -24,6 +24,9 @@ def jit(*, integers: Sequence[str] = (), metadata: Sequence[str] = ()) -> Callab
     run-time integer; `metadata` every pointer whose address moves by single elements (slices of a
     packed block, `seq_lens[n:]`). The pointers left out are rows of tensors whose row size is a
     multiple of 16 bytes: their alignment never changes, and knowing it makes loads 16 bytes wide.
+
+    Launches say `enable_fp_fusion=True` (a * b + c in one instruction): Triton 3.9 warns that the
+    default will change.
     """
 
     def decorate(function: Any) -> Any:

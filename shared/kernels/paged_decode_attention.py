@@ -255,8 +255,9 @@ def _paged_decode_attention_kernel(
         # Keys past the end are read from the last valid one and masked as scores: every address
         # is valid and every value finite, so zero weights cannot meet a NaN.
         readable = tl.minimum(positions, end - 1)
-        offsets = pages.to(tl.int64) * PAGE_SIZE + readable % PAGE_SIZE
+        offsets = pages.to(tl.int64) * PAGE_SIZE + (readable & (PAGE_SIZE - 1))
         offsets = (offsets * (NUM_KV_HEADS * HEAD_DIM))[:, None] + d[None, :]
+        # Page numbers are fetched one step ahead: behind them keys and values wait in line.
         pages = tl.load(table_ptr + tl.minimum(positions + BLOCK_N, end - 1) // PAGE_SIZE)
         k = tl.load(k_ptr + offsets)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
@@ -302,7 +303,8 @@ def choose_tile(head_dim: int, element_size: int) -> DecodeTile:
     """64 KiB or so on their way per program: the memory system wants about that per
     multiprocessor, and two or three programs fit."""
     if element_size == 4:
-        return DecodeTile(32 if head_dim <= 128 else 16, 4, 2)
+        # Plain multiply-adds instead of matrix units: larger tiles spill registers.
+        return DecodeTile(16, 4 if head_dim <= 128 else 8, 2)
     if head_dim <= 128:
         return DecodeTile(64, 4, 3)
     return DecodeTile(32, 4, 3)
@@ -363,5 +365,6 @@ def paged_decode_attention_triton(
         group_block,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,
     )
     return out

@@ -170,9 +170,11 @@ def _attend(
     # Keys past the end are read from the last valid one and masked as scores: every address is
     # valid and every value finite, so zero weights cannot meet a NaN.
     readable = tl.minimum(positions, num_keys - 1) if MASKED else positions
-    offsets = (pages.to(tl.int64) * PAGE_SIZE + readable % PAGE_SIZE) * ROW_STRIDE
-    offsets = offsets[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-    pages = tl.load(table_ptr + tl.minimum(positions + BLOCK_N, num_keys - 1) // PAGE_SIZE)
+    offsets = pages.to(tl.int64) * PAGE_SIZE + (readable & (PAGE_SIZE - 1))
+    offsets = (offsets * ROW_STRIDE)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    # Page numbers are fetched one step ahead: behind them keys and values wait in line.
+    next_positions = tl.minimum(positions + BLOCK_N, num_keys - 1)
+    pages = tl.load(table_ptr + next_positions // PAGE_SIZE)
     k = tl.load(k_ptr + offsets)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -278,6 +280,8 @@ def _paged_prefill_attention_kernel(
             BLOCK_N,
             False,
         )
+    positions = tl.minimum(shared_keys + tl.arange(0, BLOCK_N), num_keys - 1)
+    pages = tl.load(table_ptr + positions // PAGE_SIZE)
     for start in tl.range(shared_keys, num_keys, BLOCK_N):
         accumulator, row_max, row_sum, pages = _attend(
             accumulator,
@@ -306,8 +310,8 @@ def _paged_prefill_attention_kernel(
 def choose_tile(group: int, head_dim: int, element_size: int, max_query_len: int) -> PrefillTile:
     """The tile for a model; `max_query_len` picks between its two compiled variants."""
     if element_size == 4:
-        # Plain multiply-adds instead of matrix units: registers hold both operands of a small tile.
-        return PrefillTile(max(32, next_power_of_2(group)), 32 if head_dim <= 128 else 16, 4, 2)
+        # Plain multiply-adds instead of matrix units: larger tiles spill registers.
+        return PrefillTile(max(32, next_power_of_2(group)), 16, 8, 2)
     # A row of queries that fits half a tile gets a half tile: decodes and short chunks in it are
     # bound by reading keys, and two small programs per multiprocessor read better than one.
     if max_query_len * group <= 64:
@@ -363,5 +367,6 @@ def paged_prefill_attention_triton(
         tile.block_n,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=True,
     )
     return out

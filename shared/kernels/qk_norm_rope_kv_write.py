@@ -186,5 +186,6 @@ def qk_norm_rope_kv_write_triton(
         next_power_of_2(num_kv_heads),
         # A tile of all query heads lives in registers: at most 32 values a thread.
         num_warps=min(16, max(1, heads_block * head_dim // 1024)),
+        enable_fp_fusion=True,
     )
     return q

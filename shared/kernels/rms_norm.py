@@ -86,7 +86,16 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     hidden = x.shape[-1]
     block = next_power_of_2(hidden)
     _rms_norm_kernel[(x.numel() // hidden,)](
-        x, x, weight, out, eps, hidden, block, False, num_warps=_num_warps(block)
+        x,
+        x,
+        weight,
+        out,
+        eps,
+        hidden,
+        block,
+        False,
+        num_warps=_num_warps(block),
+        enable_fp_fusion=True,
     )
     return out
 
@@ -100,6 +109,15 @@ def add_rms_norm_triton(
     hidden = x.shape[-1]
     block = next_power_of_2(hidden)
     _rms_norm_kernel[(x.numel() // hidden,)](
-        x, residual, weight, x, eps, hidden, block, True, num_warps=_num_warps(block)
+        x,
+        residual,
+        weight,
+        x,
+        eps,
+        hidden,
+        block,
+        True,
+        num_warps=_num_warps(block),
+        enable_fp_fusion=True,
     )
     return x, residual

@@ -43,5 +43,7 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     num_tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     block = min(_BLOCK, next_power_of_2(width))
-    _silu_and_mul_kernel[(num_tokens, -(-width // block))](x, out, width, block, num_warps=4)
+    _silu_and_mul_kernel[(num_tokens, -(-width // block))](
+        x, out, width, block, num_warps=4, enable_fp_fusion=True
+    )
     return out
