@@ -53,9 +53,9 @@ def demo(session: nox.Session) -> None:
     """Generate text with the bundled checkpoint; the first thing to run in a fresh checkout."""
     install(session)
     defaults = {
-        "--prompt": "Once upon a time",
+        "--prompt": "ROMEO:\n",
         "--max-tokens": "200",
-        "--temperature": "0.8",
+        "--temperature": "0.7",
         "--seed": "0",
     }
     session.run("python", "-m", "steps.00_baseline.generate", *flags(defaults, session.posargs))

@@ -116,7 +116,7 @@ def _has_short_name(metadata: Sequence[Any]) -> bool:
 
 
 def _generate(stage: str, argv: Sequence[str]) -> int:
-    # Here, not above: a stage brings torch, which `--help` and a wrong flag should not wait for.
+    # Here, not above: stages import this module.
     from steps import load
 
     package = load(stage)

@@ -10,7 +10,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Logprob(msgspec.Struct, frozen=True):
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     """Log probability of one token and its rank among all (1: the most probable)."""
 
     logprob: float
@@ -21,8 +21,11 @@ class Logprob(msgspec.Struct, frozen=True):
 TokenLogprobs = dict[int, Logprob]
 
 
-class StepOutput(msgspec.Struct):
-    """What one step produced for one sequence of a request (index 0..n-1)."""
+class StepOutput(msgspec.Struct, gc=False):
+    """What one step produced for one sequence of a request (index 0..n-1).
+
+    Hundreds are made per step; they hold no cycles, so the garbage collector need not know them.
+    """
 
     request_id: str
     index: int

@@ -98,8 +98,12 @@ class SamplingParams(BaseModel):
         )
 
     @property
-    def is_plain(self) -> bool:
-        """Only temperature: the row can be sampled inside the head's CUDA graph."""
+    def plain_after(self) -> int | None:
+        """Output tokens after which only the temperature matters, so that the head's CUDA graph
+        can sample the row. None: never."""
         filters = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-        shifts = self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
-        return not (filters or shifts) and self.logprobs is None and self.prompt_logprobs is None
+        if filters and self.temperature > 0:  # no filter removes the largest logit
+            return None
+        if self.has_penalties or self.logit_bias or self.logprobs is not None:
+            return None
+        return self.min_tokens

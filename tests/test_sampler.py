@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.engine.sampler import SampledBatch, Sampler, SamplingRows
+from shared.engine.batch import SampleRows
+from shared.engine.sampler import SampledBatch, Sampler
 from shared.kernels.sampling import gumbel_reference, hash_reference, sequence_seed
 from shared.sampling_params import SamplingParams
 
@@ -58,8 +59,9 @@ def sample(sampler: Sampler, rows: Sequence[Row]) -> SampledBatch:
     return batch
 
 
-def sampling_rows(rows: Sequence[Row]) -> SamplingRows:
-    return SamplingRows(
+def sampling_rows(rows: Sequence[Row]) -> SampleRows:
+    return SampleRows(
+        rows=np.arange(len(rows)),
         slots=np.array([row.slot for row in rows]),
         positions=np.array([len(row.tokens) for row in rows]),
         temperature=np.array([row.params.temperature for row in rows], dtype=np.float32),
@@ -67,7 +69,7 @@ def sampling_rows(rows: Sequence[Row]) -> SamplingRows:
         params=[row.params for row in rows],
         prompt_lengths=np.array([len(row.prompt) for row in rows]),
         owners=np.array([row.owner for row in rows]),
-        known_tokens=lambda index: rows[index].tokens,
+        known_tokens={i: np.array(row.tokens, np.int32) for i, row in enumerate(rows)},
     )
 
 
@@ -302,7 +304,7 @@ def test_penalties_see_tokens_the_host_has_not_read_yet() -> None:
         row = Row(params, logits, prompt, [0] * step, slot=2, owner=5)
         described = sampling_rows([row])
         if step:
-            described.known_tokens = lambda index: pytest.fail("asked for tokens in flight")
+            described.known_tokens = {}  # nobody may ask for tokens in flight
         hidden.append(sampler.sample(torch.from_numpy(logits)[None], described).token_ids)
     expected: list[int] = []
     for logits in steps:
@@ -350,7 +352,7 @@ def test_history_is_allocated_by_the_first_penalty_only() -> None:
 def test_unknown_tokens_of_a_new_owner_are_an_error() -> None:
     row = Row(SamplingParams(presence_penalty=1), random_logits(0))
     described = sampling_rows([row])
-    described.known_tokens = lambda index: row.tokens[:-1]
+    described.known_tokens = {0: np.array(row.tokens[:-1], np.int32)}
     with pytest.raises(ValueError, match="slot 0 has a new owner with 2 tokens"):
         make_sampler().sample(torch.from_numpy(row.logits)[None], described)
 

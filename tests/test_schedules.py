@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import steps
 from shared import SamplingParams
+from shared.engine.batch import Batch
 from shared.engine.slots import Limits
-from tests.fakes import FakeRunner, expected_output
+from tests.fakes import FakeHandle, FakeRunner, expected_output
 
 VOCABULARY = 50
 
@@ -38,7 +40,7 @@ def requests(draw: st.DrawFn, longest: int) -> list[Request]:
             Request(
                 arrival=draw(st.integers(0, 20)),
                 prompt=(draw(st.sampled_from(prefixes)) + tail)[: longest - 1],
-                max_tokens=draw(st.integers(1, 20)),
+                max_tokens=draw(st.integers(0, 20)),
                 n=draw(st.integers(1, 3)),
                 stop_token=draw(st.none() | st.integers(0, VOCABULARY - 1)),
                 aborted_after=draw(st.none() | st.integers(0, 12)),
@@ -93,6 +95,7 @@ def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
                     n=request.n,
                     stop_token_ids=stop,
                     ignore_eos=True,
+                    prompt_logprobs=1 if request.max_tokens == 0 else None,
                 )
                 engine.add_request(str(number), request.prompt, params)
             if request.aborted_after is not None and now == request.arrival + request.aborted_after:
@@ -119,7 +122,7 @@ def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
         room = lim.max_model_length - len(request.prompt)
         expected = expected_output(request.prompt, min(request.max_tokens, room), VOCABULARY)
         reason = "length"
-        if request.stop_token in expected:
+        if request.stop_token is not None and request.stop_token in expected:
             expected = expected[: expected.index(request.stop_token) + 1]
             reason = "stop"
         for index in range(request.n):
@@ -132,3 +135,60 @@ def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
     assert engine.block_manager.num_free_blocks == lim.num_blocks, "blocks are lost"
     assert engine.table.num_free == lim.max_num_sequences, "slots are lost"
     engine.close()
+
+
+@pytest.mark.parametrize("stage", steps.names())
+def test_a_failing_step_ends_its_requests_and_no_others(stage: str) -> None:
+    module = steps.load(stage)
+    limits = Limits(VOCABULARY, 2, 40, 40, 2, 40)
+    config = module.Config(
+        model="qwen3-0.6b", load_format="dummy", max_num_sequences=2, max_num_batched_tokens=40
+    )
+    runner = FakeRunner(limits)
+    engine = module.Engine(config, runner=runner)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    for name in ("a", "b", "c"):
+        engine.add_request(name, [1, 2, 3], params)
+    engine.step()
+    submit = runner.submit
+
+    def fail(batch: Batch) -> FakeHandle:
+        runner.submit = submit  # type: ignore[method-assign]
+        raise MemoryError("no room")
+
+    runner.submit = fail  # type: ignore[method-assign]
+    failed = engine.step()
+    assert {output.finish_reason for output in failed} == {"abort"}
+    assert {output.error for output in failed} == {"MemoryError: no room"}
+    engine.block_manager.check()
+    rest = [name for name in ("a", "b", "c") if name not in {o.request_id for o in failed}]
+    tokens: dict[str, list[int]] = {name: [] for name in rest}
+    engine.add_request("d", [1, 2, 3], params)
+    tokens["d"] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+    assert rest == ["c"]
+    assert all(got == expected_output([1, 2, 3], 5, VOCABULARY) for got in tokens.values())
+    assert engine.block_manager.num_free_blocks == limits.num_blocks
+
+
+@pytest.mark.parametrize("stage", steps.names())
+def test_completions_of_one_request_share_their_prompt(stage: str) -> None:
+    """The prompt of n completions is computed once, and n times the last token."""
+    module = steps.load(stage)
+    limits = Limits(VOCABULARY, 4, 100, 100, 8, 100)
+    config = module.Config(
+        model="qwen3-0.6b", load_format="dummy", max_num_sequences=8, max_num_batched_tokens=100
+    )
+    runner = FakeRunner(limits)
+    engine = module.Engine(config, runner=runner)
+    prompt = [n % 7 for n in range(41)]
+    engine.add_request("a", prompt, SamplingParams(temperature=0, n=5, max_tokens=3))
+    while engine.has_unfinished_requests():
+        engine.step()
+    prefilled = sum(
+        int((~b.decoding[np.repeat(np.arange(b.num_rows), np.diff(b.cu_seqlens_q))]).sum())
+        for b in runner.batches
+    )
+    assert prefilled == 41 + 4

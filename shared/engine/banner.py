@@ -37,6 +37,9 @@ def log_banner(
             f"{d['max_num_sequences']}, {d['max_num_batched_tokens']}"
         ),
         "CUDA graphs": d["cuda_graphs"] or "none (eager)",
+        "parallel": (
+            f"tensor {d.get('tensor_parallel_size', 1)}, data {d.get('data_parallel_size', 1)}"
+        ),
     }
     for title, text in lines.items():
         logger.info("%s: %s", title, text)

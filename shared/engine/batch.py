@@ -8,13 +8,15 @@ import numpy as np
 
 from shared.engine.sequence import Sequence
 from shared.engine.slots import SlotTable
+from shared.sampling_params import SamplingParams
 
 
 @dataclass
 class Schedule:
     """What one step does: the scheduler's whole answer.
 
-    `sequences` in batch order, the first `num_decode_rows` with one token each.
+    `sequences` in batch order. The first `num_decode_rows` have one token each and go to the
+    decode kernel; which rows a stage puts there is a choice of speed, not of meaning.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -33,36 +35,58 @@ class SampleRows:
 
     rows: np.ndarray  # [K] row of the batch
     slots: np.ndarray  # [K] int32
-    positions: np.ndarray  # [K] int32: index in its sequence of the token being sampled
+    positions: np.ndarray  # [K] int32: tokens before the one sampled, those in flight included
     temperature: np.ndarray  # [K] float32
-    seeds: np.ndarray  # [K] int64
-    generations: np.ndarray  # [K] int64: which owner of the slot
-    plain: bool  # only temperatures: no row filters, penalises, biases or wants logprobs
+    seeds: np.ndarray  # [K] int64, from sequence_seed
+    owners: np.ndarray  # [K] int64: which of its slot's owners the sequence is
+    prompt_lengths: np.ndarray  # [K] int32
+    # [K]; empty when nothing but the temperatures matters to any row.
+    params: list[SamplingParams] = field(default_factory=list)
+    # Sample row -> all tokens before the sampled one, for penalised rows that sample for the first
+    # time in their slot. Later tokens are appended on the device, before the host knows them.
+    known_tokens: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
+class ScoredChunk:
+    """A part of a prompt whose tokens' log probabilities are wanted."""
+
+    row: int
+    begin: int  # index among the batch's tokens of the first hidden state that scores
+    targets: np.ndarray  # [n] int32: the tokens that follow those at begin, begin + 1, ...
+    num_top: int
 
 
 @dataclass
 class Batch:
     """R rows, T tokens; row r computes the last cu_seqlens_q[r + 1] - cu_seqlens_q[r] of the
-    first seq_lens[r] tokens of its sequence."""
+    first seq_lens[r] tokens of its sequence. Plain data: it can be sent to another process."""
 
-    sequences: list[Sequence]
     num_decode_rows: int
     slots: np.ndarray  # [R] int32
+    owners: np.ndarray  # [R] int64: which of its slot's owners the sequence is
+    decoding: np.ndarray  # [R] bool: the row's one token was sampled in its slot
     cu_seqlens_q: np.ndarray  # [R + 1] int32
     seq_lens: np.ndarray  # [R] int32
     input_ids: np.ndarray  # [T] int32; -1 - slot: the token last sampled there, on the device
     positions: np.ndarray  # [T] int32
     slot_mapping: np.ndarray  # [T] int32
     samples: SampleRows
+    scored: list[ScoredChunk]
     block_updates: np.ndarray  # [U, 2] int32 (flat index into the block table, block)
 
     @property
     def num_rows(self) -> int:
-        return len(self.sequences)
+        return len(self.slots)
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[R] int32: tokens of each row's sequence that were computed before."""
+        return self.seq_lens - np.diff(self.cu_seqlens_q)
 
 
 def build_batch(schedule: Schedule, table: SlotTable) -> Batch:
@@ -82,36 +106,70 @@ def build_batch(schedule: Schedule, table: SlotTable) -> Batch:
     token_slots = slots[row]
     input_ids = table.token_ids[token_slots, positions]
     # A decoding slot's last token may still be in flight: the device has it, the host not yet.
-    gathers = table.decoding[slots]
-    input_ids[cu_seqlens_q[:-1][gathers]] = -1 - slots[gathers]
+    decoding = table.decoding[slots]
+    input_ids[cu_seqlens_q[:-1][decoding]] = -1 - slots[decoding]
     block_size = table.limits.block_size
     blocks = table.block_table[token_slots, positions // block_size]
     slot_mapping = blocks * np.int32(block_size) + positions % block_size
 
-    known = table.num_tokens[slots]
-    sampling = np.flatnonzero((seq_lens == known) & (known < table.finish_length[slots]))
-    sample_slots = slots[sampling]
-    samples = SampleRows(
-        rows=sampling,
-        slots=sample_slots,
-        positions=seq_lens[sampling],
-        temperature=table.temperature[sample_slots],
-        seeds=table.seed[sample_slots],
-        generations=table.generation[sample_slots],
-        plain=bool(table.plain[slots].all()),
-    )
+    samples = _sample_rows(schedule, table, slots, seq_lens)
+    scored = _scored_chunks(schedule, cu_seqlens_q, starts) if not decoding.all() else []
     table.num_computed_tokens[slots] = seq_lens
-    table.num_tokens[sample_slots] += 1
-    table.decoding[sample_slots] = True
+    table.num_tokens[samples.slots] += 1
+    table.decoding[samples.slots] = True
     return Batch(
-        sequences=schedule.sequences,
         num_decode_rows=schedule.num_decode_rows,
         slots=slots,
+        owners=table.generation[slots],
+        decoding=decoding,
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=seq_lens,
         input_ids=input_ids,
         positions=positions,
         slot_mapping=slot_mapping,
         samples=samples,
+        scored=scored,
         block_updates=table.take_block_updates(),
     )
+
+
+def _sample_rows(
+    schedule: Schedule, table: SlotTable, row_slots: np.ndarray, seq_lens: np.ndarray
+) -> SampleRows:
+    """Rows that reach their last known token and may have one more."""
+    known = table.num_tokens[row_slots]
+    rows = np.flatnonzero((seq_lens == known) & (known < table.finish_length[row_slots]))
+    slots, positions = row_slots[rows], seq_lens[rows]
+    samples = SampleRows(
+        rows=rows,
+        slots=slots,
+        positions=positions,
+        temperature=table.temperature[slots],
+        seeds=table.seed[slots],
+        owners=table.generation[slots],
+        prompt_lengths=table.num_prompt_tokens[slots],
+    )
+    if (positions < table.plain_from[slots]).any():
+        sequences = [schedule.sequences[row] for row in rows.tolist()]
+        samples.params = [sequence.params for sequence in sequences]
+        samples.known_tokens = {
+            sample: sequences[sample].token_ids.copy()
+            for sample in np.flatnonzero(~table.decoding[slots]).tolist()
+            if sequences[sample].params.has_penalties
+        }
+    return samples
+
+
+def _scored_chunks(
+    schedule: Schedule, cu_seqlens_q: np.ndarray, starts: np.ndarray
+) -> list[ScoredChunk]:
+    chunks = []
+    for row, sequence in enumerate(schedule.sequences):
+        num_top = sequence.params.prompt_logprobs
+        if sequence.prompt_logprobs is None or num_top is None:
+            continue
+        begin, num_new, start = int(cu_seqlens_q[row]), schedule.num_new_tokens[row], starts[row]
+        # The hidden state at position p scores the token at p + 1.
+        targets = sequence.token_ids[start + 1 : sequence.num_prompt_tokens][:num_new]
+        chunks.append(ScoredChunk(row, begin, targets.copy(), num_top))
+    return chunks

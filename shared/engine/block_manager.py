@@ -72,6 +72,16 @@ class BlockManager:
             parent = self._identities[block]
         return blocks
 
+    def will_hit(self, sequence: Sequence, scheduled: list[Sequence]) -> bool:
+        """Is the sequence better admitted a step later, because another completion of its request
+        is computing the same prompt in this one?"""
+        return (
+            self.enable_prefix_caching
+            and bool(scheduled)
+            and scheduled[-1].request_id == sequence.request_id
+            and sequence.num_prompt_tokens > self.block_size
+        )
+
     def can_admit(self, prefix: list[int], num_tokens: int) -> bool:
         """Would a new sequence of `num_tokens` with these hits fit? Idle hits leave the free list,
         so they do not count as free for the rest."""
@@ -188,4 +198,4 @@ class BlockManager:
         self, block: int, event: Literal["alloc", "hit", "free", "evict"], sequence: Sequence
     ) -> None:
         if self.events is not None:
-            self.events.append((block, event, sequence.request_id))
+            self.events.append((block, event, sequence.name))

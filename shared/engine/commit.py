@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.engine.batch import Batch
+from shared.engine.batch import Batch, Schedule
 from shared.engine.block_manager import BlockManager
 from shared.engine.queues import Queues
 from shared.engine.result import StepResult
@@ -15,24 +15,37 @@ from shared.outputs import FinishReason, StepOutput
 
 
 def commit(
+    schedule: Schedule,
     batch: Batch,
     result: StepResult,
     table: SlotTable,
     block_manager: BlockManager,
     queues: Queues,
 ) -> list[StepOutput]:
-    """One StepOutput per row that got a token or finished, in batch order."""
-    samples = batch.samples
-    table.token_ids[samples.slots, samples.positions] = result.token_ids
-    _register_full_blocks(batch, table, block_manager)
+    """One StepOutput per row that got a token or finished, in batch order.
 
-    outputs = []
+    A row whose sequence has left its slot while the step was in flight comes to nothing.
+    """
+    samples = batch.samples
+    alive = table.generation[batch.slots] == batch.owners
+    kept = alive[samples.rows]
+    table.token_ids[samples.slots[kept], samples.positions[kept]] = result.token_ids[kept]
+    if block_manager.enable_prefix_caching:
+        full = batch.seq_lens // block_manager.block_size
+        more = alive & (full > table.num_registered_blocks[batch.slots])
+        for row in np.flatnonzero(more).tolist():
+            block_manager.register(schedule.sequences[row], int(batch.seq_lens[row]))
+
+    outputs: dict[int, StepOutput] = {}
     finished: list[Sequence] = []
     at_limit = samples.positions + 1 >= table.finish_length[samples.slots]
-    for sample, (row, token, is_last) in enumerate(
-        zip(samples.rows.tolist(), result.token_ids.tolist(), at_limit.tolist(), strict=True)
+    columns = (samples.rows, result.token_ids, at_limit, kept)
+    for sample, (row, token, is_last, is_kept) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
     ):
-        sequence = batch.sequences[row]
+        if not is_kept:
+            continue
+        sequence = schedule.sequences[row]
         reason: FinishReason | None = None
         if token in sequence.stop_token_ids:
             reason = "stop"
@@ -43,40 +56,44 @@ def commit(
             output.logprobs = [logprobs]
         if reason is not None:
             finished.append(sequence)
-        outputs.append(output)
+        outputs[row] = output
 
-    _complete_prompts(batch, result, outputs, finished)
+    if not batch.decoding.all():
+        in_prompt = alive & (batch.starts < table.num_prompt_tokens[batch.slots])
+        for row in np.flatnonzero(in_prompt).tolist():
+            _advance_prompt(schedule.sequences[row], row, batch, result, outputs, finished)
     if finished:
-        queues.finish_all(finished)
-    return outputs
+        queues.finish(finished)
+    return list(outputs.values())
 
 
-def _register_full_blocks(batch: Batch, table: SlotTable, block_manager: BlockManager) -> None:
-    full = batch.seq_lens // block_manager.block_size
-    for row in np.flatnonzero(full > table.num_registered_blocks[batch.slots]).tolist():
-        block_manager.register(batch.sequences[row], int(batch.seq_lens[row]))
-
-
-def _complete_prompts(
-    batch: Batch, result: StepResult, outputs: list[StepOutput], finished: list[Sequence]
+def _advance_prompt(
+    sequence: Sequence,
+    row: int,
+    batch: Batch,
+    result: StepResult,
+    outputs: dict[int, StepOutput],
+    finished: list[Sequence],
 ) -> None:
-    """Add what belongs to the step that completes a prompt to that step's output."""
-    prefills = range(batch.num_decode_rows, batch.num_rows)
-    if not prefills:
+    """What belongs to the step that completes a prompt goes into that step's output."""
+    if sequence.prompt_logprobs is not None:
+        sequence.prompt_logprobs.extend(result.prompt_logprobs.get(row, []))
+    if batch.seq_lens[row] < sequence.num_prompt_tokens:
         return
-    by_row = dict(zip(batch.samples.rows.tolist(), outputs, strict=True))
-    for row in prefills:
-        sequence = batch.sequences[row]
-        if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs.extend(result.prompt_logprobs.get(row, []))
-        if int(batch.seq_lens[row]) < sequence.num_prompt_tokens:
-            continue
-        output = by_row.get(row)
-        if output is None:
-            if sequence.params.max_tokens > 0:
-                continue  # a recomputation that is not complete yet
-            output = StepOutput(sequence.request_id, sequence.index, [], finish_reason="length")
-            outputs.append(output)
-            finished.append(sequence)
+    if row not in outputs and sequence.params.max_tokens == 0:
+        outputs[row] = StepOutput(sequence.request_id, sequence.index, [], finish_reason="length")
+        finished.append(sequence)
+    if (output := outputs.get(row)) is not None:
         output.num_cached_tokens = sequence.num_cached_tokens or 0
         output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+
+
+def abandon(schedule: Schedule, error: Exception, queues: Queues) -> list[StepOutput]:
+    """The forward pass failed: its sequences count tokens as computed that are not, so they end
+    here. The others never notice."""
+    queues.finish(schedule.sequences)
+    text = f"{type(error).__name__}: {error}"
+    return [
+        StepOutput(s.request_id, s.index, [], finish_reason="abort", error=text)
+        for s in schedule.sequences
+    ]

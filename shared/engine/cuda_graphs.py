@@ -21,10 +21,16 @@ def graph_sizes(largest: int) -> list[int]:
 
 class GraphedFunction:
     """`function(size)` captured for several sizes. It must read its inputs from, and write its
-    outputs to, the same addresses every time, and never wait for the device."""
+    outputs to, the same addresses every time, and never wait for the device.
 
-    def __init__(self, function: Callable[[int], None], sizes: list[int]) -> None:
+    `clear_inputs` makes the inputs harmless before `function` runs on whatever is there.
+    """
+
+    def __init__(
+        self, function: Callable[[int], None], clear_inputs: Callable[[], None], sizes: list[int]
+    ) -> None:
         self.sizes = sizes
+        self._clear_inputs = clear_inputs
         self._function = function
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -32,6 +38,7 @@ class GraphedFunction:
         """Largest first, so that the others fit into the memory it leaves in the pool. The graphs
         of one pool must not run at the same time; steps never do."""
         for size in sorted(sizes, reverse=True):
+            self._clear_inputs()
             self._function(size)  # compiles kernels and creates handles, which capture may not
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()

@@ -86,6 +86,11 @@ class InputBuffers:
         self._copied[self._turn].record()
         return self._views(self._device, sizes)
 
+    def clear(self) -> None:
+        """Make the device's inputs harmless for a run without a batch: token 0, empty rows, KV to
+        the first place of a pool that nobody uses yet."""
+        (self._host[0] if self._device is None else self._device).zero_()
+
     def static_views(self, sizes: InputSizes) -> StepInputs:
         """Where `upload` puts inputs of these sizes on the device: what a CUDA graph reads."""
         return self._views(self._host[0] if self._device is None else self._device, sizes)

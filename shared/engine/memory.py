@@ -36,9 +36,8 @@ def fitting_blocks(
     device: torch.device,
     gpu_memory_utilization: float,
     reserved: int,
-    most_useful: int,
 ) -> int:
-    """Blocks for which there is memory, at most `most_useful`.
+    """Blocks for which there is memory.
 
     `reserved`: bytes that activations and graphs will need besides what is in use now, by this
     process or another. Raises ValueError if not even one block fits.
@@ -48,7 +47,7 @@ def fitting_blocks(
         available = int(total * gpu_memory_utilization) - (total - free) - reserved
     else:
         available = CPU_POOL_BYTES
-    blocks = min(available // block_bytes, most_useful)
+    blocks = available // block_bytes
     if blocks < 1:
         raise ValueError(
             f"no memory is left for the KV pool: one block takes {block_bytes / GIB:.3f} GiB. "

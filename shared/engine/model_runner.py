@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shared.config import EngineConfig
-from shared.engine.batch import Batch
+from shared.engine.batch import Batch, ScoredChunk
 from shared.engine.cuda_graphs import GraphedFunction, capture_all, estimate_bytes, graph_sizes
 from shared.engine.input_buffers import InputBuffers, InputSizes, StepInputs
 from shared.engine.memory import MemoryReport, bytes_per_block, fitting_blocks
@@ -22,8 +22,9 @@ from shared.engine.resolve import (
     resolve_max_length,
 )
 from shared.engine.result import StepResult
-from shared.engine.sampler import LogprobTensors, SampledBatch, Sampler, SamplingRows
+from shared.engine.sampler import LogprobTensors, SampledBatch, Sampler
 from shared.engine.slots import Limits
+from shared.engine.transfer import upload
 from shared.layers.attention import ATTENTION_BACKENDS, AttentionMetadata
 from shared.layers.tensor_parallel import TensorParallel
 from shared.models.config import ModelConfig
@@ -99,9 +100,10 @@ class ModelRunner:
         self.head_graphs: GraphedFunction | None = None
         if self.device.type == "cuda" and backend != "torch" and not config.enforce_eager:
             sizes = graph_sizes(self.max_num_sequences)
-            self.trunk_graphs = GraphedFunction(self._decode_trunk, sizes)
-            self.head_graphs = GraphedFunction(self._plain_head, sizes)
-        self._make_pool(max(1, model_config.num_key_value_heads // tp.size))
+            self.trunk_graphs = GraphedFunction(self._decode_trunk, self.inputs.clear, sizes)
+            self.head_graphs = GraphedFunction(self._plain_head, self.inputs.clear, sizes)
+        self._make_pool()
+        self._description = self._describe()
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
@@ -126,33 +128,12 @@ class ModelRunner:
         return StepHandle(sampled, scores, copied, used_graph=size is not None)
 
     def describe(self) -> dict[str, object]:
-        """Effective settings, for the banner and for benchmark results."""
-        on_gpu = self.device.type == "cuda"
-        return {
-            "model": self.config.model or "bundled tiny checkpoint",
-            "architecture": self.model_config.architecture,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
-            "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
-            "attention_backend": self.backend.name,
-            "kvcache_block_size": self.block_size,
-            "num_kvcache_blocks": self.limits.num_blocks,
-            "tokens_in_pool": self.limits.num_blocks * self.block_size,
-            "max_model_length": self.limits.max_model_length,
-            "max_num_sequences": self.limits.max_num_sequences,
-            "max_num_batched_tokens": self.limits.max_num_batched_tokens,
-            "enable_prefix_caching": self.config.enable_prefix_caching,
-            "cuda_graphs": self.trunk_graphs.describe() if self.trunk_graphs else None,
-            "weights_bytes": self.memory.weights,
-            "activations_bytes": self.memory.activations,
-            "graphs_bytes": self.memory.graphs,
-            "pool_bytes": self.memory.pool,
-        }
+        return self._description
 
     def close(self) -> None:
         """Drop everything on the device. Idempotent."""
-        for name in ("trunk_graphs", "head_graphs", "model", "kv_cache"):
-            self.__dict__.pop(name, None)
+        for name in vars(self).keys() - {"limits", "device", "_description"}:
+            delattr(self, name)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -181,17 +162,18 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def _make_pool(self, num_kv_heads: int) -> None:
+    def _make_pool(self) -> None:
         """Size the KV pool by what everything else needs, allocate it, and capture the graphs."""
         config, size = self.config, self.block_size
         columns = -(-self.max_model_length // size)
+        num_kv_heads = self.model.num_kv_heads
         block_shape = (size, num_kv_heads, self.model_config.head_dim)
         graphed = [graphs for graphs in (self.trunk_graphs, self.head_graphs) if graphs]
         activations = graph_bytes = 0
         if self.device.type == "cuda":
-            # One block is enough to try: all rows read block 0 and write nothing.
+            # One block is enough to try: all rows read and write block 0.
             self._allocate_pool(1, block_shape, columns)
-            activations = self._peak_of_largest_step()
+            activations = self._warm_up()
             graph_bytes = estimate_bytes(graphed)
         block_bytes = bytes_per_block(self.model_config, num_kv_heads, size, self.dtype)
         num_blocks = config.num_kvcache_blocks
@@ -201,7 +183,6 @@ class ModelRunner:
                 self.device,
                 config.gpu_memory_utilization,
                 reserved=activations + graph_bytes,
-                most_useful=self.max_num_sequences * columns,
             )
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
@@ -221,32 +202,66 @@ class ModelRunner:
     ) -> None:
         # Zeros, not uninitialised memory: a masked score times a NaN would still be a NaN.
         layers = self.model_config.num_hidden_layers
-        self.kv_cache = self._zeros(layers, 2, num_blocks, *block_shape, dtype=self.dtype)
+        try:
+            self.kv_cache = self._zeros(layers, 2, num_blocks, *block_shape, dtype=self.dtype)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise ValueError(f"num_kvcache_blocks={num_blocks} do not fit: {error}") from error
         # The host's table has the same columns, so that flat indices agree.
         self.block_tables = self._zeros(self.max_num_sequences, columns)
 
-    def _peak_of_largest_step(self) -> int:
-        """Bytes that the largest possible step takes beside weights and buffers."""
-        tokens, length = self.config.max_num_batched_tokens, self.max_model_length
-        lengths = [min(length, tokens - begin) for begin in range(0, tokens, length)]
-        lengths = lengths[: self.max_num_sequences]
-        sizes = InputSizes(tokens=sum(lengths), rows=len(lengths), samples=0)
-        inputs = self.inputs.static_views(sizes)
-        inputs.slot_mapping.fill_(-1)
-        inputs.seq_lens.copy_(torch.tensor(lengths))
-        bounds = [0, *np.cumsum(lengths).tolist()]
-        inputs.cu_seqlens_q.copy_(torch.tensor(bounds))
+    def _warm_up(self) -> int:
+        """Compile every kernel that serving can meet, so that none is compiled in the middle of
+        it; returns the bytes that the largest possible step takes beside weights and buffers."""
+        most_tokens, length = self.config.max_num_batched_tokens, self.max_model_length
+        longest = [min(length, most_tokens - done) for done in range(0, most_tokens, length)]
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        hidden = self._trunk(inputs, self._metadata(inputs, 0, bounds, lengths))
-        logits = self.model.compute_logits(hidden[: self.max_num_sequences])
-        self.sampler.warm_up(logits)
+        for lengths in (longest[: self.max_num_sequences], [1], [16], [128]):
+            lengths = [min(n, longest[0]) for n in lengths]
+            hidden = self._trunk_of_zeros(lengths, num_decode_rows=0)
+            logits = self.model.compute_logits(hidden[: max(self.max_num_sequences, _SCORED_ROWS)])
+            self.sampler.score(logits, logits.argmax(-1), num_top=1)
+            self.sampler.warm_up(logits[: self.max_num_sequences])
+            del hidden, logits
+        self._trunk_of_zeros([1] * self.max_num_sequences, self.max_num_sequences)
         torch.cuda.synchronize(self.device)
-        del hidden, logits
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         return peak
+
+    def _trunk_of_zeros(self, lengths: list[int], num_decode_rows: int) -> torch.Tensor:
+        """Run prompts of these lengths, all of token 0."""
+        sizes = InputSizes(tokens=sum(lengths), rows=len(lengths), samples=0)
+        bounds = [0, *np.cumsum(lengths).tolist()]
+        self.inputs.clear()
+        inputs = self.inputs.static_views(sizes)
+        inputs.seq_lens.copy_(torch.tensor(lengths))
+        inputs.cu_seqlens_q.copy_(torch.tensor(bounds))
+        return self._trunk(inputs, self._metadata(inputs, num_decode_rows, bounds, lengths))
+
+    def _describe(self) -> dict[str, object]:
+        on_gpu = self.device.type == "cuda"
+        return {
+            "model": self.config.model or "bundled tiny checkpoint",
+            "architecture": self.model_config.architecture,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "device_name": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "attention_backend": self.backend.name,
+            "kvcache_block_size": self.block_size,
+            "num_kvcache_blocks": self.limits.num_blocks,
+            "tokens_in_pool": self.limits.num_blocks * self.block_size,
+            "max_model_length": self.limits.max_model_length,
+            "max_num_sequences": self.limits.max_num_sequences,
+            "max_num_batched_tokens": self.limits.max_num_batched_tokens,
+            "enable_prefix_caching": self.config.enable_prefix_caching,
+            "cuda_graphs": self.trunk_graphs.describe() if self.trunk_graphs else None,
+            "weights_bytes": self.memory.weights,
+            "activations_bytes": self.memory.activations,
+            "graphs_bytes": self.memory.graphs,
+            "pool_bytes": self.memory.pool,
+        }
 
     # A step
 
@@ -256,8 +271,8 @@ class ModelRunner:
         updates = batch.block_updates
         most = self.inputs.max_updates
         if len(updates) > most:
-            early = torch.from_numpy(updates[most:]).to(self.device)
-            self._update_block_tables(early[:, 0], early[:, 1])
+            early = np.ascontiguousarray(updates[most:].T)
+            self._update_block_tables(*upload(self.device, early[0], early[1]))
         sizes = InputSizes(
             tokens=size or batch.num_tokens,
             rows=size or batch.num_rows,
@@ -293,18 +308,18 @@ class ModelRunner:
     ) -> SampledBatch:
         """Sample the rows that complete their known tokens, and keep the ids for the next step."""
         samples = batch.samples
-        if samples.plain and self.head_graphs is not None and size is not None:
+        if not samples.params and self.head_graphs is not None and size is not None:
             self.head_graphs.replay(size)
             return SampledBatch(self.sampled_rows[: len(samples.rows)])
         logits = self.model.compute_logits(hidden[inputs.sample_index])
-        if samples.plain:
+        if not samples.params:
             sampled = SampledBatch(
                 self.sampler.sample_plain(
                     logits, inputs.temperature, inputs.seeds, inputs.sample_positions
                 )
             )
         else:
-            sampled = self.sampler.sample(logits, _sampling_rows(batch))
+            sampled = self.sampler.sample(logits, samples)
         self.sampled[inputs.sample_slots] = sampled.token_ids
         return sampled
 
@@ -344,41 +359,18 @@ class ModelRunner:
         )
 
     def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> dict[int, list[LogprobTensors]]:
-        """Log probabilities of prompt tokens, for the rows that want them: hidden states at
-        position p score the token at p + 1."""
-        scores: dict[int, list[LogprobTensors]] = {}
-        for row in range(batch.num_decode_rows, batch.num_rows):
-            sequence = batch.sequences[row]
-            num_top = sequence.params.prompt_logprobs
-            if sequence.prompt_logprobs is None or num_top is None:
-                continue
-            begin, end = batch.cu_seqlens_q[row : row + 2].tolist()
-            start = int(batch.seq_lens[row]) - (end - begin)
-            targets = sequence.token_ids[start + 1 : sequence.num_prompt_tokens][: end - begin]
-            scores[row] = [
-                self._score(hidden, begin + done, targets[done : done + _SCORED_ROWS], num_top)
-                for done in range(0, len(targets), _SCORED_ROWS)
+        """Log probabilities of prompt tokens, for the rows that want them."""
+        return {
+            chunk.row: [
+                self._score(hidden, chunk.begin + done, chunk.targets[done:][:_SCORED_ROWS], chunk)
+                for done in range(0, len(chunk.targets), _SCORED_ROWS)
             ]
-        return scores
+            for chunk in batch.scored
+        }
 
     def _score(
-        self, hidden: torch.Tensor, begin: int, targets: np.ndarray, num_top: int
+        self, hidden: torch.Tensor, begin: int, targets: np.ndarray, chunk: ScoredChunk
     ) -> LogprobTensors:
         logits = self.model.compute_logits(hidden[begin : begin + len(targets)])
-        on_device = torch.from_numpy(targets.copy()).to(self.device)
-        return self.sampler.score(logits, on_device, num_top).to_host()
-
-
-def _sampling_rows(batch: Batch) -> SamplingRows:
-    samples = batch.samples
-    sequences = [batch.sequences[row] for row in samples.rows.tolist()]
-    return SamplingRows(
-        slots=samples.slots,
-        positions=samples.positions,
-        temperature=samples.temperature,
-        seeds=samples.seeds,
-        params=[sequence.params for sequence in sequences],
-        prompt_lengths=np.array([sequence.num_prompt_tokens for sequence in sequences]),
-        owners=samples.generations,
-        known_tokens=lambda row: sequences[row].token_ids,
-    )
+        (on_device,) = upload(self.device, targets)
+        return self.sampler.score(logits, on_device, chunk.num_top).to_host()

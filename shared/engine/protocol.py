@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from shared.config import EngineConfig
+from shared.engine.slots import Limits
 from shared.outputs import StepOutput
 from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
@@ -17,6 +18,9 @@ class Engine(Protocol):
     config: EngineConfig
     tokenizer: Tokenizer | None
     """None for dummy weights of a real size: there are no files to read one from."""
+
+    limits: Limits
+    """What it can hold."""
 
     @property
     def max_model_length(self) -> int:

@@ -49,13 +49,8 @@ class Queues:
         self._let_go(sequence)
         self.waiting.appendleft(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._let_go(sequence)
-        self._forget(sequence)
-
-    def finish_all(self, sequences: list[Sequence]) -> None:
-        """`finish` for many at once, in one pass over the running list."""
+    def finish(self, sequences: list[Sequence]) -> None:
+        """Running sequences leave for good."""
         gone = set(map(id, sequences))
         self.running = [s for s in self.running if id(s) not in gone]
         for sequence in sequences:
@@ -69,7 +64,7 @@ class Queues:
         chosen = [s for s in sequences.values() if index is None or s.index == index]
         for sequence in chosen:
             if sequence.is_running:
-                self.finish(sequence)
+                self.finish([sequence])
             else:
                 self.waiting.remove(sequence)
                 self._forget(sequence)

@@ -14,24 +14,27 @@ from shared.sampling_params import SamplingParams
 
 def check_token_ids(token_ids: SequenceOf[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """[n] int32. Raises ValueError naming prompt_token_ids and the first id that is wrong."""
-    if isinstance(token_ids, np.ndarray):
-        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"prompt_token_ids must be one row of integers, got an array of "
-                f"{token_ids.dtype} with shape {token_ids.shape}"
-            )
-    else:
+    if not isinstance(token_ids, np.ndarray):
         wrong = next((t for t in token_ids if type(t) is not int), None)
         if wrong is not None:
             raise ValueError(f"prompt_token_ids must be integers, got {wrong!r}")
+        try:
+            token_ids = np.array(token_ids, np.int64)
+        except OverflowError:
+            raise ValueError("prompt_token_ids holds a number of more than 64 bits") from None
+    if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"prompt_token_ids must be one row of integers, got an array of {token_ids.dtype} "
+            f"with shape {token_ids.shape}"
+        )
     if not len(token_ids):
         raise ValueError("prompt_token_ids is empty: there is nothing to continue")
-    outside = next((t for t in (min(token_ids), max(token_ids)) if not 0 <= t < vocab_size), None)
-    if outside is not None:
+    outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+    if len(outside):
         raise ValueError(
-            f"prompt_token_ids holds {outside}, outside the vocabulary of {vocab_size} tokens"
+            f"prompt_token_ids holds {outside[0]}, outside the vocabulary of {vocab_size} tokens"
         )
-    return np.array(token_ids, np.int32)
+    return token_ids.astype(np.int32)
 
 
 def check_lengths(num_prompt_tokens: int, params: SamplingParams, limits: Limits) -> None:

@@ -85,9 +85,6 @@ def resolve_block_size(config: EngineConfig, backend: str) -> int:
 def resolve_max_length(config: EngineConfig, model_config: ModelConfig) -> int:
     """Before the pool is known. Positions past the model's own limit were never trained."""
     limit = model_config.max_position_embeddings
-    if model_config.rope_scaling is not None:
-        scaling = model_config.rope_scaling
-        limit = max(limit, int(scaling.factor * scaling.original_max_position_embeddings))
     if config.max_model_length is None:
         return limit
     if config.max_model_length > limit:

@@ -18,7 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shared.engine.batch import SampleRows
+from shared.engine.transfer import to_host, upload
 from shared.kernels.sampling import gumbel_argmax
+from shared.layers.logits import add_bias, forbid, mask_min_p, mask_top_k, mask_top_p, penalise
 from shared.outputs import Logprob, TokenLogprobs
 from shared.sampling_params import SamplingParams
 
@@ -30,29 +33,6 @@ Change = tuple[Callable[..., None], tuple[npt.NDArray[np.generic], ...]]
 # Logits processed together: 27 rows of 151936. Bounds the temporaries (top_p takes some 60 bytes
 # per logit) to about 250 MB whatever the batch.
 _GROUP_ELEMENTS = 1 << 22
-# What the most probable token of a row weighs in top_p's sums. 2**18 such tokens fit in int64.
-_WEIGHT_OF_BEST = float(1 << 44)
-_UPLOAD_ALIGNMENT = 16
-
-
-@dataclass
-class SamplingRows:
-    """The K rows of a batch that sample, described on the host.
-
-    `owners` (0, 1, ...) identifies one stay of a sequence in its slot: never used twice for that
-    slot, also not by the same sequence after a preemption. `known_tokens(row)` gives the prompt
-    and output tokens the host knows; it is asked once per stay, for penalised rows only, and must
-    then know all `positions[row]` of them (nothing of this stay has been sampled yet).
-    """
-
-    slots: IntArray
-    positions: IntArray  # tokens before the one sampled, those in flight included
-    temperature: FloatArray
-    seeds: IntArray  # int64, from sequence_seed
-    params: Sequence[SamplingParams]
-    prompt_lengths: IntArray
-    owners: IntArray
-    known_tokens: Callable[[int], Sequence[int] | IntArray]
 
 
 @dataclass
@@ -71,7 +51,7 @@ class LogprobTensors:
     def to_host(self) -> LogprobTensors:
         """Enqueues the copies; they may be read once the stream has been synchronised."""
         return LogprobTensors(
-            _to_host(self.ids), _to_host(self.values), _to_host(self.ranks), self.num_top
+            to_host(self.ids), to_host(self.values), to_host(self.ranks), self.num_top
         )
 
     def to_dicts(self) -> list[TokenLogprobs]:
@@ -96,7 +76,7 @@ class SampledBatch:
     def to_host(self) -> SampledBatch:
         """Enqueues the copies; they may be read once the stream has been synchronised."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
-        return SampledBatch(_to_host(self.token_ids), logprobs, self.logprob_rows)
+        return SampledBatch(to_host(self.token_ids), logprobs, self.logprob_rows)
 
     def token_logprobs(self) -> list[TokenLogprobs | None]:
         """One entry per row, None for a row that did not ask."""
@@ -120,13 +100,13 @@ class TokenHistory:
         self.tokens = torch.zeros(num_slots, num_tokens, dtype=torch.int32, device=device)
         self._owners = np.full(num_slots, -1, dtype=np.int64)
 
-    def changed(self, rows: SamplingRows, selected: IntArray) -> tuple[list[int], list[IntArray]]:
+    def changed(self, rows: SampleRows, selected: IntArray) -> tuple[list[int], list[IntArray]]:
         """Slots of the selected rows that have a new owner, and the tokens to store there."""
         slots: list[int] = []
         tokens: list[IntArray] = []
         for row in selected[self._owners[rows.slots[selected]] != rows.owners[selected]].tolist():
             slot, length = int(rows.slots[row]), int(rows.positions[row])
-            known = np.asarray(rows.known_tokens(row), dtype=np.int32)
+            known = rows.known_tokens.get(row, np.empty(0, np.int32))
             if len(known) < length:
                 raise ValueError(
                     f"slot {slot} has a new owner with {length} tokens; the host knows only "
@@ -169,7 +149,7 @@ class Sampler:
         device -> token ids [K] int32. Fit for capture in a CUDA graph."""
         return gumbel_argmax(logits, temperature, seeds, positions)
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledBatch:
+    def sample(self, logits: torch.Tensor, rows: SampleRows) -> SampledBatch:
         """logits [K, V] of any float dtype, not modified. Never waits for the device."""
         if len(rows.positions) and rows.positions.max() > self.max_model_length:
             raise ValueError(f"a position is beyond max_model_length={self.max_model_length}")
@@ -177,7 +157,7 @@ class Sampler:
         each = zip(rows.params, rows.temperature.tolist(), num_outputs, strict=True)
         touched = np.flatnonzero([_changes_logits(*row) for row in each])
         asking = np.flatnonzero([params.logprobs is not None for params in rows.params])
-        temperature, seeds, positions, slots, touched_rows, asking_rows = _upload(
+        temperature, seeds, positions, slots, touched_rows, asking_rows = upload(
             self.device,
             rows.temperature.astype(np.float32),
             rows.seeds.astype(np.int64),
@@ -221,22 +201,23 @@ class Sampler:
         nucleus = SamplingParams(top_p=0.9, logprobs=1)
         tokens = np.zeros(self.max_model_length, dtype=np.int32)
         integers = np.arange(num_rows)
-        rows = SamplingRows(
+        rows = SampleRows(
             slots=integers,
+            rows=integers,
             positions=np.full(num_rows, len(tokens)),
             temperature=np.ones(num_rows),
             seeds=integers,
             params=[penalised, *[nucleus] * (num_rows - 1)],
             prompt_lengths=np.full(num_rows, len(tokens)),
             owners=integers,
-            known_tokens=lambda row: tokens,
+            known_tokens=dict.fromkeys(range(num_rows), tokens),
         )
         dtypes = (np.float32, np.int64, np.int32)
-        self.sample_plain(logits, *_upload(self.device, *(integers.astype(d) for d in dtypes)))
+        self.sample_plain(logits, *upload(self.device, *(integers.astype(d) for d in dtypes)))
         self.sample(logits, rows)
         self._history = None
 
-    def _changes(self, rows: SamplingRows, selected: IntArray) -> list[Change]:
+    def _changes(self, rows: SampleRows, selected: IntArray) -> list[Change]:
         """What happens to the logits of the selected rows before the noise, in order. The row
         numbers in it count the selected rows."""
         params = [rows.params[row] for row in selected.tolist()]
@@ -251,7 +232,7 @@ class Sampler:
         ]
         if bias:
             row_numbers, ids, values = zip(*bias, strict=True)
-            changes.append((_add_bias, (_ints(row_numbers), _ints(ids), _floats(values))))
+            changes.append((add_bias, (_ints(row_numbers), _ints(ids), _floats(values))))
 
         forbidden = [
             (row, token_id)
@@ -262,7 +243,7 @@ class Sampler:
         ]
         if forbidden:
             row_numbers, ids = zip(*forbidden, strict=True)
-            changes.append((_forbid, (_ints(row_numbers), _ints(ids))))
+            changes.append((forbid, (_ints(row_numbers), _ints(ids))))
 
         penalised = np.flatnonzero([p.has_penalties for p in params])
         if len(penalised):
@@ -275,22 +256,22 @@ class Sampler:
         top_p = np.array([p.top_p for p in params])
         chosen = np.flatnonzero(random & (min_p > 0))
         if len(chosen):
-            changes.append((_mask_min_p, (chosen, temperature[chosen] * np.log(min_p[chosen]))))
+            changes.append((mask_min_p, (chosen, temperature[chosen] * np.log(min_p[chosen]))))
         has_top_k, has_top_p = random & (top_k > 0), random & (top_p < 1)
         chosen = np.flatnonzero(has_top_k)
         if len(chosen):
             k = top_k[chosen]
-            changes.append((partial(_mask_top_k, int(k.max())), (chosen, k)))
+            changes.append((partial(mask_top_k, int(k.max())), (chosen, k)))
         # Few candidates are left of rows that have both, and no sort of the vocabulary is needed.
         for wanted in (has_top_p & has_top_k, has_top_p & ~has_top_k):
             chosen = np.flatnonzero(wanted)
             if len(chosen):
                 most = int(top_k[chosen].max()) or self.vocab_size
                 arrays = (chosen, temperature[chosen], top_p[chosen])
-                changes.append((partial(_mask_top_p, most), arrays))
+                changes.append((partial(mask_top_p, most), arrays))
         return changes
 
-    def _penalties(self, rows: SamplingRows, selected: IntArray, row_numbers: IntArray) -> Change:
+    def _penalties(self, rows: SampleRows, selected: IntArray, row_numbers: IntArray) -> Change:
         if self._history is None:
             # One column more than a sequence can have: its last token is never looked at again.
             num_tokens = self.max_model_length + 1
@@ -308,11 +289,11 @@ class Sampler:
             _floats([p.presence_penalty for p in params]),
             *tokens,
         )
-        return partial(_penalise, self._history.tokens, slots, int(lengths.max())), arrays
+        return partial(penalise, self._history.tokens, slots, int(lengths.max())), arrays
 
     def _apply(self, changes: list[Change], work: torch.Tensor) -> None:
         arrays = (array for _, of_change in changes for array in of_change)
-        tensors = iter(_upload(self.device, *arrays))
+        tensors = iter(upload(self.device, *arrays))
         for change, of_change in changes:
             change(work, *(next(tensors) for _ in of_change))
 
@@ -350,128 +331,9 @@ def _changes_logits(params: SamplingParams, temperature: float, num_outputs: int
     )
 
 
-def _add_bias(
-    work: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
-) -> None:
-    work[rows, ids] += values  # the ids of a row are the keys of a dict: no pair comes twice
-
-
-def _forbid(work: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
-    work[rows, ids] = -torch.inf
-
-
-def _penalise(
-    history: torch.Tensor,
-    new_slots: Sequence[int],
-    longest: int,
-    work: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    prompt_lengths: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    *new_tokens: torch.Tensor,
-) -> None:
-    """Reads and writes only the logits of tokens in the histories [R, longest]. A token that
-    occurs several times is computed as often, always to the same value."""
-    for slot, of_slot in zip(new_slots, new_tokens, strict=True):
-        history[slot, : len(of_slot)] = of_slot
-    column = torch.arange(longest, device=work.device)
-    tokens = history[:, :longest].index_select(0, slots).long()
-    # Shorter rows are padded with their own first token, which only repeats its computation.
-    tokens = torch.where(column < lengths[:, None], tokens, tokens[:, :1])
-    is_output = (column >= prompt_lengths[:, None]) & (column < lengths[:, None])
-    table = torch.zeros(len(rows), work.shape[1], dtype=torch.int32, device=work.device)
-    count = table.scatter_add_(1, tokens, is_output.int()).gather(1, tokens)
-    logits = work[rows[:, None], tokens]
-    repetition = repetition[:, None]
-    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits -= frequency[:, None] * count
-    logits -= presence[:, None] * (count > 0)
-    work[rows[:, None], tokens] = logits
-
-
-def _mask_min_p(work: torch.Tensor, rows: torch.Tensor, distance: torch.Tensor) -> None:
-    """p < min_p * p_best, said of the logits: distance [R] = temperature * log(min_p) below 0."""
-    logits = work[rows]
-    best = logits.amax(1, keepdim=True)
-    work[rows] = logits.masked_fill_(logits - best < distance[:, None], -torch.inf)
-
-
-def _mask_top_k(most: int, work: torch.Tensor, rows: torch.Tensor, k: torch.Tensor) -> None:
-    """Everything smaller than the k-th largest logit goes: its equals stay, as in vLLM."""
-    logits = work[rows]
-    threshold = logits.topk(most).values.gather(1, k[:, None] - 1)
-    work[rows] = logits.masked_fill_(logits < threshold, -torch.inf)
-
-
-def _mask_top_p(
-    most: int,
-    work: torch.Tensor,
-    rows: torch.Tensor,
-    temperature: torch.Tensor,
-    top_p: torch.Tensor,
-) -> None:
-    """A token stays if the tokens before it, larger logits first and of equal ones lower ids
-    first, have less than p of the probability: the smallest set with p or more, never empty.
-
-    `most`: at least as many as the rows have different logits above -inf. top_p [R] float64.
-    Probabilities are whole numbers of 2**-44 of the best one's: their sums do not depend on the
-    order of summation, which on a GPU depends on the number of rows.
-    """
-    logits = work[rows]
-    ordered = logits.topk(most).values if most < logits.shape[1] else _descending(logits)
-    best = ordered[:, :1]
-
-    def weigh(x: torch.Tensor) -> torch.Tensor:
-        return (((x - best) / temperature[:, None]).exp() * _WEIGHT_OF_BEST).long()
-
-    weights = weigh(ordered)
-    total = weigh(logits).sum(1, keepdim=True)
-    quota = top_p[:, None] * total
-    before = weights.cumsum(1) - weights
-    last = ((before < quota).sum(1, keepdim=True) - 1).clamp_(min=0)
-    threshold = ordered.gather(1, last)
-    # Equals of the last token: as many stay as fit. Some may be beyond `most`.
-    larger = (weights * (ordered > threshold)).sum(1, keepdim=True)
-    fitting = ((quota - larger) / weights.gather(1, last)).ceil()
-    equal = logits == threshold
-    surplus = equal & (equal.cumsum(1, dtype=torch.int32) > fitting)
-    work[rows] = logits.masked_fill_((logits < threshold) | surplus, -torch.inf)
-
-
-def _descending(logits: torch.Tensor) -> torch.Tensor:
-    return logits.sort(1, descending=True).values
-
-
 def _ints(values: Sequence[int] | IntArray) -> IntArray:
     return np.asarray(values, dtype=np.int64)
 
 
 def _floats(values: Sequence[float]) -> FloatArray:
     return np.asarray(values, dtype=np.float32)
-
-
-def _upload(device: torch.device, *arrays: npt.NDArray[np.generic]) -> list[torch.Tensor]:
-    """The arrays on the device, by one copy. On CUDA it is asynchronous; torch keeps the pinned
-    block from being used again before the copy has ended."""
-    offsets = [0]
-    for array in arrays:
-        offsets.append(offsets[-1] + -(-array.nbytes // _UPLOAD_ALIGNMENT) * _UPLOAD_ALIGNMENT)
-    block = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for array, offset in zip(arrays, offsets, strict=False):
-        block.numpy()[offset : offset + array.nbytes].view(array.dtype)[:] = array
-    on_device = block.to(device, non_blocking=True)
-    return [
-        on_device[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
-        for array, offset in zip(arrays, offsets, strict=False)
-    ]
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -44,12 +44,17 @@ class Sequence:
         self.last_registered = 0
         # Prompt tokens found in the cache when the sequence was first admitted.
         self.num_cached_tokens: int | None = None
-        # Filled chunk by chunk; None once handed out, so that a recomputation does not repeat it.
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
-            None if params.prompt_logprobs is None else [None]
-        )
+        # Filled chunk by chunk, for the first completion of a request. None once handed out, so
+        # that a recomputation does not repeat it.
+        wanted = params.prompt_logprobs is not None and index == 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wanted else None
         self._table: SlotTable | None = None
         self._token_ids = prompt_token_ids
+
+    @property
+    def name(self) -> str:
+        """The request id; completions after the first are `id#index`."""
+        return f"{self.request_id}#{self.index}" if self.index else self.request_id
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -70,7 +75,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens without KV: 1 for a decode, more for a prompt."""
+        """Known tokens without KV. A decode has one; so may the rest of a prompt."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
@@ -91,6 +96,6 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.request_id!r}[{self.index}], slot={self.slot}, "
+            f"Sequence({self.name!r}, slot={self.slot}, "
             f"computed={self.num_computed_tokens}/{self.num_tokens})"
         )

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from shared.engine.sequence import Sequence
 
 
+NEVER = np.iinfo(np.int64).max
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a runner can hold: fixed once weights, buffers and the KV pool are in memory."""
@@ -53,10 +56,12 @@ class SlotTable:
         self.num_registered_blocks = np.zeros(size, np.int32)
         self.temperature = np.zeros(size, np.float32)
         self.seed = np.zeros(size, np.int64)
-        self.plain = np.zeros(size, np.bool_)
+        # Tokens from which on only the temperature matters to the row's sampling.
+        self.plain_from = np.zeros(size, np.int64)
         # The last token was sampled into this slot on the device, so the next input is read there.
         self.decoding = np.zeros(size, np.bool_)
-        # Counts the slot's owners, so that state kept elsewhere can tell them apart.
+        # Counts the slot's owners: a step in flight and the sampler's token history can tell
+        # whether the slot is still whose it was.
         self.generation = np.zeros(size, np.int64)
         # Writes to block_table since the last batch (flat index -> block), for the device's copy.
         # A dict: a cell written twice in one step must reach the device once, with its last value.
@@ -73,22 +78,24 @@ class SlotTable:
         tokens = sequence.token_ids
         self.token_ids[slot, : len(tokens)] = tokens
         self.num_tokens[slot] = len(tokens)
-        self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
+        len_prompt = sequence.num_prompt_tokens
+        self.num_prompt_tokens[slot] = len_prompt
         self.num_computed_tokens[slot] = 0
         self.finish_length[slot] = sequence.finish_length
         self.num_blocks[slot] = 0
         self.num_registered_blocks[slot] = 0
         self.temperature[slot] = sequence.params.temperature
         self.seed[slot] = sequence.seed
-        self.plain[slot] = sequence.params.is_plain
+        plain_after = sequence.params.plain_after
+        self.plain_from[slot] = NEVER if plain_after is None else len_prompt + plain_after
         self.decoding[slot] = False
-        self.generation[slot] += 1
         sequence.enter(self, slot)
 
     def release(self, sequence: Sequence) -> None:
         """Take the slot back; the sequence keeps its tokens."""
         slot = sequence.slot
         sequence.leave()
+        self.generation[slot] += 1
         self._free.append(slot)
 
     def append_blocks(self, slot: int, blocks: list[int]) -> None:

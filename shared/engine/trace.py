@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import msgspec
 from shared.engine.batch import Batch, Schedule
 from shared.engine.block_manager import BlockEvent, BlockManager
 from shared.engine.queues import Queues
-from shared.engine.sequence import Sequence
 
 TRACE_VERSION = 1
 
@@ -40,10 +40,6 @@ class StepRecord(msgspec.Struct, kw_only=True):
     wait_ms: float
     """Waiting for the sampled ids."""
     graph: bool
-
-
-def name_of(sequence: Sequence) -> str:
-    return f"{sequence.request_id}#{sequence.index}" if sequence.index else sequence.request_id
 
 
 class StepClock:
@@ -76,25 +72,27 @@ class TraceWriter:
 
     def write(self, schedule: Schedule, batch: Batch, clock: StepClock, used_graph: bool) -> None:
         """Call after the commit, so that blocks freed by finished sequences belong to this step."""
-        manager, queues, split = self._block_manager, self._queues, batch.num_decode_rows
-        names = [name_of(s) for s in batch.sequences]
-        starts = (batch.seq_lens - (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1])).tolist()
-        chunks = list(zip(names, starts, schedule.num_new_tokens, strict=True))
+        manager, queues = self._block_manager, self._queues
+        rows = zip(schedule.sequences, batch.decoding.tolist(), batch.starts.tolist(), strict=True)
+        decodes: list[str] = []
+        prefills: list[tuple[str, int, int]] = []
+        for (sequence, is_decode, start), length in zip(rows, schedule.num_new_tokens, strict=True):
+            if is_decode:
+                decodes.append(sequence.name)
+            else:
+                prefills.append((sequence.name, start, length))
         events, manager.events = manager.events or [], []
-        hit_blocks: dict[str, int] = {}
-        for _, event, request_id in events:
-            if event == "hit":
-                hit_blocks[request_id] = hit_blocks.get(request_id, 0) + 1
+        hits = Counter(name for _, event, name in events if event == "hit")
         schedule_ms, forward_ms, wait_ms = clock.milliseconds()
         record = StepRecord(
             step=self._step,
             time=round(clock.started - self._start, 6),
-            decodes=names[:split],
-            prefills=chunks[split:],
-            preemptions=[name_of(s) for s in schedule.preempted],
-            prefix_hits=[(name, n * manager.block_size) for name, n in hit_blocks.items()],
-            running=[name_of(s) for s in queues.running],
-            waiting=[name_of(s) for s in queues.waiting],
+            decodes=decodes,
+            prefills=prefills,
+            preemptions=[s.name for s in schedule.preempted],
+            prefix_hits=[(name, blocks * manager.block_size) for name, blocks in hits.items()],
+            running=[s.name for s in queues.running],
+            waiting=[s.name for s in queues.waiting],
             block_events=events,
             free_blocks=manager.num_free_blocks,
             schedule_ms=schedule_ms,

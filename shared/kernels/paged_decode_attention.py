@@ -23,6 +23,8 @@ _GATHERED_TOKENS = 16384
 
 # Below this many keys a split costs more (its start, its partial result) than it saves.
 _MIN_SPLIT = 128
+# Splits whose partial results the last program reads at once.
+_COMBINE_STEP = 8
 # The programs of a sequence combine their results one after the other.
 _MAX_SPLITS = 32
 # Programs per multiprocessor to aim for: three or four run at once, and about as many again even
@@ -154,40 +156,41 @@ def _combine(
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    COMBINE_STEP: tl.constexpr,
 ) -> None:
     """Weigh the splits of one row and KV head by their share of the softmax's sum."""
-    heads = tl.arange(0, GROUP_BLOCK)[None, :, None]
-    columns = tl.arange(0, HEAD_DIM)[None, None, :]
-    total = tl.zeros([1, GROUP_BLOCK, HEAD_DIM], dtype=tl.float32)
-    total_max = tl.full([1, GROUP_BLOCK, 1], float("-inf"), dtype=tl.float32)
-    total_sum = tl.zeros([1, GROUP_BLOCK, 1], dtype=tl.float32)
-    for start in tl.range(0, num_partials, BLOCK_S):
-        splits = start + tl.arange(0, BLOCK_S)[:, None, None]
-        inside = (splits < num_partials) & (heads < GROUP)
-        # Past the first-level cache: other multiprocessors wrote these a moment ago.
-        lse = tl.load(
-            partial_lse_ptr + splits * GROUP + heads,
-            mask=inside,
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        partial = tl.load(
-            partial_out_ptr + (splits * GROUP + heads) * HEAD_DIM + columns,
-            mask=inside,
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        # Rows past GROUP are all -inf: 0 as their maximum keeps them from -inf - -inf.
-        new_max = tl.maximum(total_max, tl.max(lse, axis=0, keep_dims=True))
-        new_max = tl.where(heads < GROUP, new_max, 0.0)
-        decay = tl.exp2(total_max - new_max)
-        weights = tl.exp2(lse - new_max)
-        total = total * decay + tl.sum(partial * weights, axis=0, keep_dims=True)
-        total_sum = total_sum * decay + tl.sum(weights, axis=0, keep_dims=True)
-        total_max = new_max
-    total /= tl.where(heads < GROUP, total_sum, 1.0)
-    tl.store(out_ptr + heads * HEAD_DIM + columns, total, mask=heads < GROUP)
+    # One thread owns the same few columns of every split: nothing is exchanged between threads,
+    # and the loads of a step do not depend on each other.
+    columns = tl.arange(0, GROUP_BLOCK * HEAD_DIM)
+    heads = columns // HEAD_DIM
+    total = tl.zeros([GROUP_BLOCK * HEAD_DIM], dtype=tl.float32)
+    total_max = tl.full([GROUP_BLOCK * HEAD_DIM], float("-inf"), dtype=tl.float32)
+    total_sum = tl.zeros([GROUP_BLOCK * HEAD_DIM], dtype=tl.float32)
+    for start in tl.range(0, num_partials, COMBINE_STEP):
+        for i in tl.static_range(COMBINE_STEP):
+            split = start + i
+            inside = heads < tl.where(split < num_partials, GROUP, 0)
+            # Past the first-level cache: other multiprocessors wrote these a moment ago. A split
+            # that is not there weighs exp2(-inf) = 0; columns past GROUP come to NaN, unstored.
+            lse = tl.load(
+                partial_lse_ptr + split * GROUP + heads,
+                mask=inside,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            partial = tl.load(
+                partial_out_ptr + split * (GROUP * HEAD_DIM) + columns,
+                mask=inside,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_max = tl.maximum(total_max, lse)
+            decay = tl.exp2(total_max - new_max)
+            weight = tl.exp2(lse - new_max)
+            total = total * decay + partial * weight
+            total_sum = total_sum * decay + weight
+            total_max = new_max
+    tl.store(out_ptr + columns, total / total_sum, mask=heads < GROUP)
 
 
 @jit(
@@ -215,14 +218,15 @@ def _paged_decode_attention_kernel(
     MIN_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
+    COMBINE_STEP: tl.constexpr,
 ) -> None:
     # The heads of a token lie next to each other in the pool: neighbouring programs read it.
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM)
     used = (m < GROUP)[:, None]
@@ -242,9 +246,9 @@ def _paged_decode_attention_kernel(
     end = tl.minimum(begin + split_len, seq_len)
 
     q = tl.load(q_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM) + out_offsets, mask=used, other=0.0)
-    table_ptr = block_tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
-    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    table_ptr = block_tables_ptr + slot * table_stride
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM + d[None, :]
+    v_ptr = v_cache_ptr + kv_head * HEAD_DIM + d[None, :]
     accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -255,8 +259,8 @@ def _paged_decode_attention_kernel(
         # Keys past the end are read from the last valid one and masked as scores: every address
         # is valid and every value finite, so zero weights cannot meet a NaN.
         readable = tl.minimum(positions, end - 1)
-        offsets = pages.to(tl.int64) * PAGE_SIZE + (readable & (PAGE_SIZE - 1))
-        offsets = (offsets * (NUM_KV_HEADS * HEAD_DIM))[:, None] + d[None, :]
+        slots = pages * PAGE_SIZE + (readable & (PAGE_SIZE - 1))
+        offsets = (slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None]
         # Page numbers are fetched one step ahead: behind them keys and values wait in line.
         pages = tl.load(table_ptr + tl.minimum(positions + BLOCK_N, end - 1) // PAGE_SIZE)
         k = tl.load(k_ptr + offsets)
@@ -294,7 +298,7 @@ def _paged_decode_attention_kernel(
                 GROUP,
                 GROUP_BLOCK,
                 HEAD_DIM,
-                BLOCK_S,
+                COMBINE_STEP,
             )
             tl.store(arrivals_ptr + pair, 0)
 
@@ -360,9 +364,8 @@ def paged_decode_attention_triton(
         _MIN_SPLIT,
         max(16, group_block),
         tile.block_n,
-        # 4096 values of partial results at a time: 32 registers a thread.
-        max(1, min(_MAX_SPLITS, 4096 // (group_block * head_dim))),
         group_block,
+        _COMBINE_STEP,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,

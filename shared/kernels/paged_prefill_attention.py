@@ -160,7 +160,6 @@ def _attend(
     num_keys,
     scale_log2,
     ROW_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -170,8 +169,8 @@ def _attend(
     # Keys past the end are read from the last valid one and masked as scores: every address is
     # valid and every value finite, so zero weights cannot meet a NaN.
     readable = tl.minimum(positions, num_keys - 1) if MASKED else positions
-    offsets = pages.to(tl.int64) * PAGE_SIZE + (readable & (PAGE_SIZE - 1))
-    offsets = (offsets * ROW_STRIDE)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    slots = pages * PAGE_SIZE + (readable & (PAGE_SIZE - 1))
+    offsets = (slots.to(tl.int64) * ROW_STRIDE)[:, None]
     # Page numbers are fetched one step ahead: behind them keys and values wait in line.
     next_positions = tl.minimum(positions + BLOCK_N, num_keys - 1)
     pages = tl.load(table_ptr + next_positions // PAGE_SIZE)
@@ -232,17 +231,16 @@ def _paged_prefill_attention_kernel(
         return
 
     # Row m of the tile: query m // GROUP, head m % GROUP of the group. A group size that does not
-    # divide BLOCK_M leaves the last few rows unused.
+    # divide BLOCK_M leaves the last few rows unused. 64 bits for where the tile begins, 32 within.
     m = tl.arange(0, BLOCK_M)
     tokens = tile_begin + m // GROUP
-    used = (m < TILE_TOKENS * GROUP) & (tokens < row_end)
-    q_offsets = (
-        tokens.to(tl.int64) * (ROW_STRIDE * GROUP) + (kv_head * GROUP + m % GROUP) * HEAD_DIM
-    )
-    q_offsets = q_offsets[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    used = ((m < TILE_TOKENS * GROUP) & (tokens < row_end))[:, None]
+    tile_offset = (tile_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+    offsets = (m // GROUP) * (ROW_STRIDE * GROUP) + (m % GROUP) * HEAD_DIM
+    offsets = offsets[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     if is_padding:
-        tl.store(out_ptr + q_offsets, accumulator, mask=used[:, None])
+        tl.store(out_ptr + tile_offset + offsets, accumulator, mask=used)
         return
 
     seq_len = tl.load(seq_lens_ptr + row)
@@ -252,9 +250,10 @@ def _paged_prefill_attention_kernel(
     num_keys = row_position + tl.minimum(tile_begin + TILE_TOKENS, row_end)
     shared_keys = (first_position + 1) // BLOCK_N * BLOCK_N
     table_ptr = block_tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
-    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
-    q = tl.load(q_ptr + q_offsets, mask=used[:, None], other=0.0)
+    d = tl.arange(0, HEAD_DIM)[None, :]
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM + d
+    v_ptr = v_cache_ptr + kv_head * HEAD_DIM + d
+    q = tl.load(q_ptr + tile_offset + offsets, mask=used, other=0.0)
     query_positions = row_position + tokens
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -275,7 +274,6 @@ def _paged_prefill_attention_kernel(
             num_keys,
             scale_log2,
             ROW_STRIDE,
-            HEAD_DIM,
             PAGE_SIZE,
             BLOCK_N,
             False,
@@ -297,30 +295,32 @@ def _paged_prefill_attention_kernel(
             num_keys,
             scale_log2,
             ROW_STRIDE,
-            HEAD_DIM,
             PAGE_SIZE,
             BLOCK_N,
             True,
         )
     # A row without keys has the sum 0: zeros, not 0 / 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    tl.store(out_ptr + q_offsets, accumulator / row_sum[:, None], mask=used[:, None])
+    tl.store(out_ptr + tile_offset + offsets, accumulator / row_sum[:, None], mask=used)
 
 
-def choose_tile(group: int, head_dim: int, element_size: int, max_query_len: int) -> PrefillTile:
-    """The tile for a model; `max_query_len` picks between its two compiled variants."""
+def choose_tile(group: int, head_dim: int, element_size: int, average_queries: int) -> PrefillTile:
+    """The tile for a model and a batch whose rows have so many queries on average.
+
+    Two variants per model get compiled, wide and narrow: warm up both.
+    """
     if element_size == 4:
         # Plain multiply-adds instead of matrix units: larger tiles spill registers.
         return PrefillTile(max(32, next_power_of_2(group)), 16, 8, 2)
-    # A row of queries that fits half a tile gets a half tile: decodes and short chunks in it are
-    # bound by reading keys, and two small programs per multiprocessor read better than one.
-    if max_query_len * group <= 64:
-        return PrefillTile(64, 64, 4, 3 if head_dim <= 128 else 2)
-    if head_dim <= 64:
-        return PrefillTile(128, 128, 8, 3)
-    if head_dim <= 128:
-        return PrefillTile(128, 64, 8, 3)
-    return PrefillTile(128, 32, 8, 2)
+    if average_queries * group >= 512:
+        # Long prompts are bound by arithmetic: the tallest tile whose accumulators still fit into
+        # registers reads each key for the most queries.
+        if head_dim <= 64:
+            return PrefillTile(128, 128, 8, 3)
+        return PrefillTile(256, 32, 8, 3) if head_dim <= 128 else PrefillTile(128, 32, 8, 2)
+    # Many short rows: a decode would leave most of a tall tile empty, and two programs on a
+    # multiprocessor hide each other's waiting.
+    return PrefillTile(64, 64, 4, 3) if head_dim <= 128 else PrefillTile(64, 32, 4, 2)
 
 
 def paged_prefill_attention_triton(
@@ -343,7 +343,9 @@ def paged_prefill_attention_triton(
     num_rows = seq_lens.shape[0]
     _, page_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    tile = tile or choose_tile(group, head_dim, q.element_size(), max_query_len)
+    if tile is None:
+        average_queries = min(max_query_len, num_tokens // num_rows)
+        tile = choose_tile(group, head_dim, q.element_size(), average_queries)
     # Upper bound on the tiles of any batch of this size (see _find_row), padding included.
     num_tiles = num_tokens // (tile.block_m // group) + num_rows + 1
     _paged_prefill_attention_kernel[(num_tiles * num_kv_heads,)](

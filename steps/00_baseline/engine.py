@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -10,7 +11,7 @@ from shared.config import EngineConfig
 from shared.engine.banner import log_banner
 from shared.engine.batch import build_batch
 from shared.engine.block_manager import BlockManager
-from shared.engine.commit import commit
+from shared.engine.commit import abandon, commit
 from shared.engine.model_runner import ModelRunner
 from shared.engine.queues import Queues
 from shared.engine.request import check_request, make_sequences
@@ -22,6 +23,8 @@ from shared.outputs import StepOutput
 from shared.sampling_params import SamplingParams
 
 from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 IGNORED_OPTIONS = ("tensor_parallel_size", "data_parallel_size")
 
@@ -46,10 +49,11 @@ class Engine:
         self.trace: TraceWriter | None = None
         if config.trace is not None:
             self.trace = TraceWriter(config.trace, self.queues, self.block_manager)
-        log_banner("00_baseline", self.describe(), config, IGNORED_OPTIONS)
+        log_banner(__package__, self.describe(), config, IGNORED_OPTIONS)
 
     def step(self) -> list[StepOutput]:
-        """Schedule, build, submit, wait, commit. Raises RuntimeError if nothing can advance."""
+        """Schedule, build, submit, wait, commit. A failing forward pass ends its own requests, with
+        `error` set in their outputs. Raises RuntimeError if nothing can advance."""
         if not self.queues.has_unfinished:
             return []
         clock = StepClock()
@@ -58,11 +62,15 @@ class Engine:
             raise RuntimeError(f"no progress is possible for {self.queues.waiting[0]}")
         clock.lap()
         batch = build_batch(schedule, self.table)
-        handle = self.runner.submit(batch)
+        try:
+            handle = self.runner.submit(batch)
+            clock.lap()
+            result = handle.result()
+        except Exception as error:
+            logger.exception("a step failed; its requests end")
+            return abandon(schedule, error, self.queues)
         clock.lap()
-        result = handle.result()
-        clock.lap()
-        outputs = commit(batch, result, self.table, self.block_manager, self.queues)
+        outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
         if self.trace:
             self.trace.write(schedule, batch, clock, handle.used_graph)
         return outputs
