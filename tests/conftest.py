@@ -7,12 +7,16 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # Helpers' asserts explain themselves only if pytest rewrites them, which it does for tests alone.
 pytest.register_assert_rewrite("tests.engine_contract", "tests.reference", "tests.fakes")
 
 from tests.reference import Reference, make_checkpoint  # noqa: E402
+
+# The models here are so small that threads only wait for one another.
+torch.set_num_threads(1)
 
 # No deadline: timings on shared machines say nothing. CI draws the same examples every time.
 settings.register_profile(

@@ -266,7 +266,9 @@ class EngineContract:
                     engine.abort_sequence("a", 1)
 
             outputs = drive(engine, {"a": (prompt, GREEDY.model_copy(update={"n": 3}))}, abort)
-        assert [len(tokens_of(outputs["a", index])) for index in range(3)] == [12, 3, 12]
+        first, aborted, last = (len(tokens_of(outputs["a", index])) for index in range(3))
+        assert first == last == 12
+        assert 0 < aborted <= 3
 
     # Log probabilities
 
