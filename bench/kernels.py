@@ -214,27 +214,31 @@ def rotary_case(tokens: int, num_heads: int = 32, num_kv_heads: int = 8, dim: in
 
 @dataclass
 class Pages:
-    """A pool filled with the keys and values of a batch, blocks in random order."""
+    """Where the keys and values of a batch lie: blocks in random order. One for all input sets of
+    a case, since the layers of a model share it; each set has a pool of its own."""
 
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    num_blocks: int
+    block_size: int
     block_tables: torch.Tensor
     slots: torch.Tensor
     seq_lens: torch.Tensor
 
     @classmethod
-    def build(cls, lengths: Sequence[int], block_size: int, num_kv_heads: int, dim: int) -> Pages:
+    def build(cls, lengths: Sequence[int], block_size: int) -> Pages:
         columns = [-(-length // block_size) for length in lengths]
-        k_cache = randn(sum(columns), block_size, num_kv_heads, dim)
-        order = torch.randperm(sum(columns), device="cuda").int()
-        tables = torch.zeros(len(lengths), max(columns), dtype=torch.int32, device="cuda")
+        order = torch.randperm(sum(columns)).int()
+        tables = torch.zeros(len(lengths), max(columns), dtype=torch.int32)
         begin = 0
         for row, count in enumerate(columns):
             tables[row, :count] = order[begin : begin + count]
             begin += count
         slots = torch.arange(len(lengths), device="cuda", dtype=torch.int32)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        return cls(k_cache, torch.randn_like(k_cache), tables, slots, seq_lens)
+        return cls(sum(columns), block_size, tables.cuda(), slots, seq_lens)
+
+    def pool(self, num_kv_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self.num_blocks, self.block_size, num_kv_heads, dim)
+        return randn(*shape), randn(*shape)
 
 
 def decode_case(
@@ -248,11 +252,11 @@ def decode_case(
     rows = len(lengths)
     scale = dim**-0.5
     workspace = DecodeWorkspace.allocate(rows, num_heads, num_kv_heads, dim, torch.device("cuda"))
+    pages = Pages.build(lengths, block_size)
 
     def make() -> dict[str, Callable[[], object]]:
-        pages = Pages.build(lengths, block_size, num_kv_heads, dim)
         q = randn(rows, num_heads, dim)
-        cache = (pages.k_cache, pages.v_cache)
+        cache = pages.pool(num_kv_heads, dim)
         calls: dict[str, Callable[[], object]] = {
             "triton": lambda: paged_decode_attention(
                 q, *cache, pages.block_tables, pages.slots, pages.seq_lens, scale, workspace
@@ -286,13 +290,13 @@ def prefill_case(
     new_lens = [new for new, _ in new_and_context]
     lengths = [new + old for new, old in new_and_context]
     scale = dim**-0.5
+    pages = Pages.build(lengths, block_size)
+    offsets = torch.tensor([0, *new_lens]).cumsum(0).int().cuda()
+    key_offsets = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
 
     def make() -> dict[str, Callable[[], object]]:
-        pages = Pages.build(lengths, block_size, num_kv_heads, dim)
         q = randn(sum(new_lens), num_heads, dim)
-        cache = (pages.k_cache, pages.v_cache)
-        offsets = torch.tensor([0, *new_lens]).cumsum(0).int().cuda()
-        key_offsets = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        cache = pages.pool(num_kv_heads, dim)
         calls: dict[str, Callable[[], object]] = {
             "triton": lambda: paged_prefill_attention(
                 q,

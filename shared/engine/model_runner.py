@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from shared.engine.result import StepResult
 from shared.engine.sampler import LogprobTensors, SampledBatch, Sampler
 from shared.engine.slots import Limits
 from shared.engine.transfer import upload
-from shared.layers.attention import ATTENTION_BACKENDS, AttentionMetadata
+from shared.layers.attention import ATTENTION_BACKENDS, AttentionMetadata, AttentionShape
 from shared.layers.tensor_parallel import TensorParallel
 from shared.models.config import ModelConfig
 from shared.models.loader import initialize_dummy, load_weights
@@ -87,7 +88,16 @@ class ModelRunner:
         self.block_size = resolve_block_size(config, backend)
         self.max_model_length = resolve_max_length(config, model_config)
         self.max_num_sequences = min(config.max_num_sequences, config.max_num_batched_tokens)
-        self.backend = ATTENTION_BACKENDS[backend]()
+        self.num_kv_heads = max(1, model_config.num_key_value_heads // tp.size)
+        self.backend = ATTENTION_BACKENDS[backend](
+            AttentionShape(
+                num_heads=model_config.num_attention_heads // tp.size,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=model_config.head_dim,
+                max_rows=self.max_num_sequences,
+                device=self.device,
+            )
+        )
         self.model = MODELS[model_config.architecture](
             model_config, self.dtype, self.device, self.backend, self.max_model_length, tp
         ).eval()
@@ -104,6 +114,10 @@ class ModelRunner:
             self.head_graphs = GraphedFunction(self._plain_head, self.inputs.clear, sizes)
         self._make_pool()
         self._description = self._describe()
+        # What exists by now lives as long as the runner. A full collection that visits all of it
+        # (torch alone brings some 200,000 objects) stops the step it falls into for 100 ms.
+        gc.collect()
+        gc.freeze()
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
@@ -134,6 +148,7 @@ class ModelRunner:
         """Drop everything on the device. Idempotent."""
         for name in vars(self).keys() - {"limits", "device", "_description"}:
             delattr(self, name)
+        gc.unfreeze()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -166,8 +181,7 @@ class ModelRunner:
         """Size the KV pool by what everything else needs, allocate it, and capture the graphs."""
         config, size = self.config, self.block_size
         columns = -(-self.max_model_length // size)
-        num_kv_heads = self.model.num_kv_heads
-        block_shape = (size, num_kv_heads, self.model_config.head_dim)
+        block_shape = (size, self.num_kv_heads, self.model_config.head_dim)
         graphed = [graphs for graphs in (self.trunk_graphs, self.head_graphs) if graphs]
         activations = graph_bytes = 0
         if self.device.type == "cuda":
@@ -175,7 +189,7 @@ class ModelRunner:
             self._allocate_pool(1, block_shape, columns)
             activations = self._warm_up()
             graph_bytes = estimate_bytes(graphed)
-        block_bytes = bytes_per_block(self.model_config, num_kv_heads, size, self.dtype)
+        block_bytes = bytes_per_block(self.model_config, self.num_kv_heads, size, self.dtype)
         num_blocks = config.num_kvcache_blocks
         if num_blocks < 1:
             num_blocks = fitting_blocks(
@@ -345,7 +359,7 @@ class ModelRunner:
         seq_lens: list[int],
     ) -> AttentionMetadata:
         query_lens = (end - begin for begin, end in pairwise(cu_seqlens_q))
-        return AttentionMetadata(
+        metadata = AttentionMetadata(
             slot_mapping=inputs.slot_mapping,
             slots=inputs.slots,
             cu_seqlens_q=inputs.cu_seqlens_q,
@@ -357,6 +371,7 @@ class ModelRunner:
             host_cu_seqlens_q=cu_seqlens_q,
             host_seq_lens=seq_lens,
         )
+        return self.backend.prepare(metadata)
 
     def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> dict[int, list[LogprobTensors]]:
         """Log probabilities of prompt tokens, for the rows that want them."""

@@ -21,8 +21,6 @@ from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
 # Rows are gathered in groups so that the copies of their pages stay in the CPU's caches.
 _GATHERED_TOKENS = 16384
 
-# Below this many keys a split costs more (its start, its partial result) than it saves.
-_MIN_SPLIT = 128
 # Splits whose partial results the last program reads at once.
 _COMBINE_STEP = 8
 # The programs of a sequence combine their results one after the other.
@@ -104,10 +102,17 @@ class DecodeWorkspace:
         )
 
 
-def choose_splits(num_rows: int, num_kv_heads: int, max_length: int, num_sms: int) -> int:
-    """Programs per row and KV head: from sizes alone, so that a captured graph fits every batch."""
-    wanted = -(-_PROGRAMS_PER_SM * num_sms // (num_rows * num_kv_heads))
-    return max(1, min(wanted, _MAX_SPLITS, -(-max_length // _MIN_SPLIT)))
+def choose_splits(
+    num_rows: int, num_kv_heads: int, max_length: int, num_sms: int
+) -> tuple[int, int]:
+    """(programs per row and KV head, fewest keys a program gets), from sizes alone, so that a
+    captured graph fits every batch."""
+    pairs = num_rows * num_kv_heads
+    # A few short sequences: the shorter the program, the sooner it is done. From about 8 rows on
+    # short programs would not all run at once, and starting one costs as much as reading 128 keys.
+    min_split = 128 if 4 * pairs <= num_sms else 256
+    splits = min(-(-_PROGRAMS_PER_SM * num_sms // pairs), _MAX_SPLITS, -(-max_length // min_split))
+    return max(1, splits), min_split
 
 
 def paged_decode_attention(
@@ -194,7 +199,7 @@ def _combine(
 
 
 @jit(
-    integers=("table_stride", "num_splits"),
+    integers=("table_stride", "num_splits", "min_split"),
     metadata=("block_tables_ptr", "slots_ptr", "seq_lens_ptr"),
 )
 def _paged_decode_attention_kernel(
@@ -211,11 +216,11 @@ def _paged_decode_attention_kernel(
     scale_log2,
     table_stride,
     num_splits,
+    min_split,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -239,7 +244,7 @@ def _paged_decode_attention_kernel(
             tl.store(head_ptr + out_offsets, zeros, mask=used)
         return
 
-    split_len = tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+    split_len = tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N, min_split)
     begin = split * split_len
     if begin >= seq_len:
         return
@@ -341,7 +346,7 @@ def paged_decode_attention_triton(
         )
     tile = tile or choose_tile(head_dim, q.element_size())
     max_length = block_tables.shape[1] * page_size
-    splits = choose_splits(num_rows, num_kv_heads, max_length, workspace.num_sms)
+    splits, min_split = choose_splits(num_rows, num_kv_heads, max_length, workspace.num_sms)
     group_block = next_power_of_2(group)
     _paged_decode_attention_kernel[(num_kv_heads, splits, num_rows)](
         q,
@@ -357,11 +362,11 @@ def paged_decode_attention_triton(
         scale * math.log2(math.e),
         block_tables.stride(0),
         splits,
+        min_split,
         num_kv_heads,
         group,
         head_dim,
         page_size,
-        _MIN_SPLIT,
         max(16, group_block),
         tile.block_n,
         group_block,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from shared.config import FLASH_ATTN_BLOCK_SIZE
 from shared.kernels.paged_decode_attention import (
+    DecodeWorkspace,
     paged_decode_attention,
     paged_decode_attention_reference,
 )
@@ -42,12 +44,30 @@ class AttentionMetadata:
     # The same lengths on the host, for the torch backend, which loops over rows in Python.
     host_cu_seqlens_q: list[int]
     host_seq_lens: list[int]
+    plan: object = None  # what the backend's `prepare` leaves for its `forward`
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a backend may allocate for: heads on this rank, and the most rows of a step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_rows: int
+    device: torch.device
 
 
 class AttentionBackend(Protocol):
-    """q [T, num_heads, D] over pages [num_blocks, block_size, num_kv_heads, D] -> like q."""
+    """One instance serves all layers."""
 
     name: str
+
+    def __init__(self, shape: AttentionShape) -> None: ...
+
+    def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """What is the same for all layers of a step, done once."""
+        ...
 
     def forward(
         self,
@@ -56,13 +76,21 @@ class AttentionBackend(Protocol):
         v_cache: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """q [T, num_heads, D] over pages [num_blocks, block_size, num_kv_heads, D] -> like q."""
+        ...
 
 
 class TorchBackend:
     """Gather pages, then torch's scaled dot-product attention. Runs anywhere."""
 
     name = "torch"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        pass
+
+    def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata
 
     def forward(
         self,
@@ -103,6 +131,14 @@ class TritonBackend:
 
     name = "triton"
 
+    def __init__(self, shape: AttentionShape) -> None:
+        self.workspace = DecodeWorkspace.allocate(
+            shape.max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device
+        )
+
+    def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata
+
     def forward(
         self,
         q: torch.Tensor,
@@ -112,38 +148,42 @@ class TritonBackend:
         scale: float,
     ) -> torch.Tensor:
         m, split = metadata, metadata.num_decode_rows
-        num_rows = m.slots.shape[0]
-        if split == num_rows:
-            return paged_decode_attention(
-                q, k_cache, v_cache, m.block_tables, m.slots, m.seq_lens, scale
+        out = torch.empty_like(q)
+        if split:
+            paged_decode_attention(
+                q[:split],
+                k_cache,
+                v_cache,
+                m.block_tables,
+                m.slots[:split],
+                m.seq_lens[:split],
+                scale,
+                self.workspace,
+                out[:split],
             )
-        if split == 0:
-            return paged_prefill_attention(
+        if split < m.slots.shape[0]:
+            paged_prefill_attention(
                 q,
                 k_cache,
                 v_cache,
                 m.block_tables,
-                m.slots,
-                m.cu_seqlens_q,
-                m.seq_lens,
+                m.slots[split:],
+                m.cu_seqlens_q[split:],  # begins at split: queries before it are left alone
+                m.seq_lens[split:],
                 m.max_query_len,
                 scale,
+                out,
             )
-        decodes = paged_decode_attention(
-            q[:split], k_cache, v_cache, m.block_tables, m.slots[:split], m.seq_lens[:split], scale
-        )
-        prefills = paged_prefill_attention(
-            q[split:],
-            k_cache,
-            v_cache,
-            m.block_tables,
-            m.slots[split:],
-            m.cu_seqlens_q[split:] - split,
-            m.seq_lens[split:],
-            m.max_query_len,
-            scale,
-        )
-        return torch.cat((decodes, prefills))
+        return out
+
+
+@dataclass(frozen=True)
+class FlashPlan:
+    """flash-attn wants a line of pages per row, and offsets that start at 0."""
+
+    block_tables: torch.Tensor  # [R, blocks of the longest row] int32
+    cu_seqlens_q: torch.Tensor  # of the prefill rows
+    cu_seqlens_k: torch.Tensor
 
 
 class FlashAttentionBackend:
@@ -151,11 +191,22 @@ class FlashAttentionBackend:
 
     name = "flash_attn"
 
-    def __init__(self) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self.varlen = flash_attn_varlen_func
         self.with_kvcache = flash_attn_with_kvcache
+
+    def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        m, split = metadata, metadata.num_decode_rows
+        num_columns = -(-m.max_seq_len // FLASH_ATTN_BLOCK_SIZE)
+        lengths = m.seq_lens[split:].cumsum(0, dtype=torch.int32)
+        plan = FlashPlan(
+            block_tables=m.block_tables[m.slots, :num_columns],
+            cu_seqlens_q=m.cu_seqlens_q[split:] - split,
+            cu_seqlens_k=torch.nn.functional.pad(lengths, (1, 0)),
+        )
+        return replace(m, plan=plan)
 
     def forward(
         self,
@@ -165,37 +216,31 @@ class FlashAttentionBackend:
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        m, split = metadata, metadata.num_decode_rows
-        num_rows = m.slots.shape[0]
-        num_columns = -(-m.max_seq_len // k_cache.shape[1])
-        block_tables = m.block_tables[m.slots, :num_columns]
+        m, split, plan = metadata, metadata.num_decode_rows, metadata.plan
+        assert isinstance(plan, FlashPlan)
         parts = []
         if split:
-            parts.append(
-                self.with_kvcache(
-                    q[:split].unsqueeze(1),
-                    k_cache,
-                    v_cache,
-                    cache_seqlens=m.seq_lens[:split],
-                    block_table=block_tables[:split],
-                    softmax_scale=scale,
-                    causal=True,
-                ).squeeze(1)
+            decodes = self.with_kvcache(
+                q[:split].unsqueeze(1),
+                k_cache,
+                v_cache,
+                cache_seqlens=m.seq_lens[:split],
+                block_table=plan.block_tables[:split],
+                softmax_scale=scale,
+                causal=True,
             )
-        if split < num_rows:
-            lengths = m.seq_lens[split:]
-            cu_seqlens_k = torch.zeros(num_rows - split + 1, dtype=torch.int32, device=q.device)
-            torch.cumsum(lengths, 0, out=cu_seqlens_k[1:])
+            parts.append(decodes.squeeze(1))
+        if split < m.slots.shape[0]:
             parts.append(
                 self.varlen(
                     q[split:],
                     k_cache,
                     v_cache,
-                    cu_seqlens_q=m.cu_seqlens_q[split:] - split,
-                    cu_seqlens_k=cu_seqlens_k,
+                    cu_seqlens_q=plan.cu_seqlens_q,
+                    cu_seqlens_k=plan.cu_seqlens_k,
                     max_seqlen_q=m.max_query_len,
                     max_seqlen_k=m.max_seq_len,
-                    block_table=block_tables[split:],
+                    block_table=plan.block_tables[split:],
                     softmax_scale=scale,
                     causal=True,
                 )

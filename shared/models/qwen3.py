@@ -152,7 +152,6 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         tp = tp or TensorParallel()
         self.config = config
-        self.num_kv_heads = key_value_rows(config, tp).size // config.head_dim  # on this rank
         with device:
             self.embed_tokens = VocabParallelEmbedding(
                 config.vocab_size, config.hidden_size, dtype, tp

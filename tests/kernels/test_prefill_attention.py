@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from shared.kernels import paged_prefill_attention as module
 from shared.kernels.paged_prefill_attention import (
+    choose_tile,
     paged_prefill_attention,
     paged_prefill_attention_reference,
     paged_prefill_attention_triton,
+    prefers_wide_tile,
 )
 from tests.kernels.paged_batch import PagedBatch, make_batch
 from tests.kernels.place import Place
@@ -116,13 +118,23 @@ def test_rows_without_queries_between_others(place: Place, poison_empty: None) -
     place.assert_close(run(batch), batch.exact)
 
 
-def test_short_queries_use_the_narrow_tile(place: Place, poison_empty: None) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_decodes_in_either_tile(place: Place, poison_empty: None, wide: bool) -> None:
     batch = make_batch(
-        [1] * 9, [0, 1, 15, 16, 17, 63, 64, 65, 200], device=place.device, dtype=place.dtype
+        [1] * 9 + [80],
+        [0, 1, 15, 16, 17, 63, 64, 65, 200, 9],
+        device=place.device,
+        dtype=place.dtype,
+        group=3,
     )
-    place.assert_close(run(batch), batch.exact)
-    # and the bound may be generous
-    place.assert_close(run(batch, max_query_len=4096), batch.exact)
+    tile = choose_tile(3, 64, batch.q.element_size(), wide)
+    place.assert_close(run(batch, tile=tile), batch.exact)
+
+
+def test_wide_tile_is_for_enough_long_prompts() -> None:
+    assert prefers_wide_tile(8192, 32, 4, 8192)
+    assert not prefers_wide_tile(8192, 32, 4, 16)  # short rows
+    assert not prefers_wide_tile(512, 32, 4, 512)  # few tiles
 
 
 def test_tail_of_a_batch_with_its_own_offsets(place: Place) -> None:
