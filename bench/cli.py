@@ -18,7 +18,14 @@ from bench.floor import Limits, ModelCost, best, measure_rates, physical_floor
 from bench.gpu import GpuMonitor, hardware, load_nvml
 from bench.offline import Driver
 from bench.result import Result, RunMetrics, WorkloadInfo
-from bench.workloads import WARMUP, Scale, WorkloadName, auto_scale, build_workload
+from bench.workloads import (
+    WARMUP,
+    Scale,
+    WorkloadName,
+    auto_scale,
+    build_workload,
+    engine_options,
+)
 from shared import EngineConfig
 from shared.cli import EXIT_FAILED, flags_of, given, run_main
 from shared.engine.resolve import resolve_device, resolve_dtype
@@ -81,16 +88,30 @@ def parse(
     )
     description = "Measure this stage on a frozen workload."
     parsed: Any = tyro.cli(arguments, prog=prog, description=description, args=args)
-    return parsed.bench, config_class(**given(parsed.engine))
+    # A flag that repeats a default is meant: no workload's own option may replace it.
+    named = {flag_name(arg) for arg in args} & config_class.model_fields.keys()
+    meant = {name: getattr(parsed.engine, name) for name in named}
+    return parsed.bench, config_class(**{**meant, **given(parsed.engine)})
+
+
+def flag_name(arg: str) -> str:
+    """`--max-model-len=8` -> max_model_len. Empty for what is no flag."""
+    return arg[2:].split("=", 1)[0].replace("-", "_") if arg.startswith("--") else ""
 
 
 def measure(stage: str, options: BenchOptions, config: EngineConfig) -> Result:
-    """One row. An error while the workload runs is part of the row; one at start-up is raised."""
+    """One row. An error while the workload runs is part of the row; one at start-up is raised.
+
+    What `config` leaves open is set as the workload wants it, where the stage has such an option.
+    """
     shape = ModelFiles.find(config.model, config.load_format).config
     device = resolve_device(config)
     dtype = resolve_dtype(config, shape, device)
     cost = ModelCost.of(shape, dtype.itemsize)
     scale = auto_scale(device.type, shape) if options.scale == "auto" else options.scale
+    wanted = engine_options(options.workload, scale)
+    wanted = {name: value for name, value in wanted.items() if name in type(config).model_fields}
+    config = type(config)(**{**wanted, **config.model_dump(include=config.model_fields_set)})
     # Repeat 0 names the work, whichever repeats this process runs.
     reference = build_workload(options.workload, scale, shape.vocab_size)
     rates = measure_rates(device.type, dtype, cost.weight_bytes)

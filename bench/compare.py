@@ -4,9 +4,9 @@
     python -m bench.compare --steps 00_baseline 01_chunked_prefill --workload decode_gap \\
         --output out --model qwen3-0.6b --load-format dummy
 
-Flags it does not know go to every stage's benchmark. In the output directory `runs.json` gets a
-row per process and `results.json` one per stage; both only ever grow. `results.md` is made from
-`results.json`. A stage that loses or fails keeps its row.
+Flags it does not know go to the benchmark of every stage that has them. In the output directory
+`runs.json` gets a row per process and `results.json` one per stage; both only ever grow.
+`results.md` is made from `results.json`. A stage that loses or fails keeps its row.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tyro
 from rich.console import Console
 
 import steps as stages
+from bench.cli import flag_name
 from bench.result import (
     ROOT,
     Result,
@@ -155,6 +156,21 @@ def run_stage(
     return Attempt(stage, None, lines[-1] if lines else f"exit status {done.returncode}")
 
 
+def flags_for(stage: str, names: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The flags without those that only other stages of the comparison have. A flag that no stage
+    has stays: it is an error, and each stage says so."""
+    others = {field for name in names for field in stages.load(name).Config.model_fields}
+    foreign = others - stages.load(stage).Config.model_fields.keys()
+    kept: list[str] = []
+    drop = False
+    for arg in flags:
+        if name := flag_name(arg):
+            drop = name in foreign
+        if not drop:
+            kept.append(arg)
+    return kept
+
+
 def main(args: Sequence[str] | None = None) -> None:
     options, flags = tyro.cli(
         CompareOptions, prog="python -m bench.compare", args=args, return_unknown_args=True
@@ -163,7 +179,8 @@ def main(args: Sequence[str] | None = None) -> None:
     names = stage_names(options.steps)
 
     def run(stage: str, workload: WorkloadName, number: int) -> Attempt:
-        attempt = run_stage(stage, workload, number, flags, options.timeout)
+        own = flags_for(stage, names, flags)
+        attempt = run_stage(stage, workload, number, own, options.timeout)
         speed = attempt.row.medians.get("tokens_per_second") if attempt.row else None
         outcome = f"{speed:,.1f} tokens/s" if speed else attempt.problem or "no tokens"
         logger.info("%s, round %d, %s: %s", workload, number + 1, stage, outcome)

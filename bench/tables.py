@@ -88,6 +88,12 @@ def _config_cell(row: Result) -> str:
             parts.append(f"{short}{config[name]}")
     if config.get("enforce_eager"):
         parts.append("eager")
+    if (tokens := config.get("max_prefill_tokens_per_step")) is not None:
+        parts.append(f"prefill {tokens}")
+    if config.get("mixed_batch") == "separate":
+        parts.append("separate")
+    if (num_steps := config.get("max_prefill_defer")) is not None:
+        parts.append(f"defer {num_steps}")
     return ", ".join(parts)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -130,6 +130,17 @@ def auto_scale(device: str, model: ModelConfig) -> Scale:
     return "full_large" if layer * model.num_hidden_layers > LARGE_MODEL_PARAMETERS else "full"
 
 
+def engine_options(name: WorkloadName, scale: Scale) -> dict[str, Any]:
+    """Options that somebody with this work would set, by field name, for the stages that have them:
+    the defaults are for throughput on a GPU."""
+    return _ENGINE_OPTIONS.get((name, scale), {})
+
+
+_ENGINE_OPTIONS: dict[tuple[WorkloadName, Scale], dict[str, Any]] = {
+    ("decode_gap", "cpu"): {"max_prefill_tokens_per_step": 128},
+}
+
+
 @dataclass
 class _Ids:
     random: Random
@@ -172,7 +183,7 @@ def _nano(scale: Scale, ids: _Ids) -> Built:
 def _decode_gap(scale: Scale, ids: _Ids) -> Built:
     """Steady decodes, and long prompts that get in their way at fixed intervals."""
     steady, steady_prompt, prompt, output, interval, window = {
-        "cpu": (4, 64, 256, 8, 0.4, 8.0),
+        "cpu": (4, 64, 1024, 8, 1.0, 8.0),
         "full": (32, 512, 4096, 16, 0.4, 30.0),
         "full_large": (32, 512, 4096, 16, 1.0, 30.0),
     }[scale]

@@ -13,6 +13,7 @@ import pytest
 import steps
 from shared import SamplingParams
 from shared.outputs import StepOutput
+from tests.fakes import cuts_prompts
 from tests.reference import VARIANTS, Reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -91,6 +92,25 @@ class EngineContract:
             outputs = drive(engine, requests)
         for request_id, (prompt, _) in requests.items():
             reference.assert_greedy(prompt, tokens_of(outputs[request_id, 0]))
+
+    @pytest.mark.parametrize("budget", [1, 7, 33])
+    def test_prompts_longer_than_the_budget(self, references: Any, budget: int) -> None:
+        """Refused by a stage that cannot cut them; the others are served as if they fitted."""
+        reference, rng = references("base"), random.Random(16)
+        lengths = [budget, budget + 1, 2 * budget, 3 * budget + 2, 100]
+        requests = {f"r{n}": (prompt_of(rng, n), GREEDY) for n in lengths}
+        with self.engine(reference, max_num_batched_tokens=budget, max_num_sequences=4) as engine:
+            if not cuts_prompts(steps.load(self.stage)):
+                for request_id in [
+                    r for r, (prompt, _) in requests.items() if len(prompt) > budget
+                ]:
+                    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+                        engine.add_request(request_id, *requests.pop(request_id))
+            outputs = drive(engine, requests)
+        for request_id, (prompt, _) in requests.items():
+            got = tokens_of(outputs[request_id, 0])
+            assert len(got) == 12
+            reference.assert_greedy(prompt, got)
 
     @pytest.mark.parametrize("caching", [True, False])
     @pytest.mark.parametrize("variant", ["base", "odd_groups_untied"])
@@ -261,14 +281,14 @@ class EngineContract:
         with self.engine(reference) as engine:
 
             def abort(step: int) -> None:
-                if step == 3:
+                if step == 8:  # all have begun, none has ended
                     engine.abort_sequence("a", 1)
                     engine.abort_sequence("a", 1)
 
             outputs = drive(engine, {"a": (prompt, GREEDY.model_copy(update={"n": 3}))}, abort)
         first, aborted, last = (len(tokens_of(outputs["a", index])) for index in range(3))
         assert first == last == 12
-        assert 0 < aborted <= 3
+        assert 0 < aborted <= 8
 
     # Log probabilities
 

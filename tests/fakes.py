@@ -5,14 +5,25 @@ assertion, in microseconds and without torch."""
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
-from shared.engine.batch import Batch
+import steps
+from shared.engine.batch import Batch, Schedule
 from shared.engine.result import StepResult
 from shared.engine.slots import Limits
 
 EMPTY = -1
+VOCABULARY = 50
+
+
+def cuts_prompts(stage: ModuleType) -> bool:
+    """Can the stage compute a prompt in several steps? One that cannot refuses prompts longer than
+    the token budget."""
+    return "max_prefill_chunk_size" in stage.Config.model_fields
 
 
 def next_token(tokens: np.ndarray, vocab_size: int) -> int:
@@ -102,3 +113,77 @@ class FakeRunner:
         }
 
     def close(self) -> None: ...
+
+
+def fake_engine(
+    stage: str,
+    *,
+    block_size: int = 4,
+    num_blocks: int = 100,
+    max_num_sequences: int = 8,
+    budget: int = 64,
+    **options: Any,
+) -> Any:
+    """A stage's engine over a FakeRunner. `budget`: max_num_batched_tokens."""
+    module = steps.load(stage)
+    config = module.Config(
+        model="qwen3-0.6b",
+        load_format="dummy",
+        max_num_batched_tokens=budget,
+        max_num_sequences=max_num_sequences,
+        **options,
+    )
+    limits = Limits(
+        vocab_size=VOCABULARY,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_length=num_blocks * block_size,
+        max_num_sequences=min(max_num_sequences, budget),
+        max_num_batched_tokens=budget,
+    )
+    return module.Engine(config, runner=FakeRunner(limits))
+
+
+@dataclass
+class Step:
+    """What a scheduler decided; sequences by name."""
+
+    decodes: list[str]
+    chunks: list[tuple[str, int, int]]  # (sequence, first token, number of tokens)
+    preempted: list[str]
+    num_decode_rows: int
+    order: list[str]  # of the batch
+
+
+def watch(engine: Any) -> list[Step]:
+    """Every decision from now on is appended to the list that this returns."""
+    taken: list[Step] = []
+    schedule = engine.scheduler.schedule
+
+    def watched() -> Schedule:
+        decoding, _ = engine.queues.by_phase()
+        made: Schedule = schedule()
+        step = Step([], [], [], made.num_decode_rows, [s.name for s in made.sequences])
+        step.preempted += [s.name for s in made.preempted]
+        for sequence, length in zip(made.sequences, made.num_new_tokens, strict=True):
+            if sequence in decoding:
+                assert length == 1
+                step.decodes.append(sequence.name)
+            else:
+                step.chunks.append((sequence.name, sequence.num_computed_tokens, length))
+        taken.append(step)
+        return made
+
+    engine.scheduler.schedule = watched
+    return taken
+
+
+def run_to_end(engine: Any) -> dict[str, list[int]]:
+    """Tokens of every sequence, by name (`id#index` for completions after the first)."""
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            name = f"{output.request_id}#{output.index}" if output.index else output.request_id
+            tokens.setdefault(name, []).extend(output.new_token_ids)
+        engine.block_manager.check()
+    return tokens

@@ -33,6 +33,7 @@ from bench.workloads import (
 from shared import EngineConfig, SamplingParams
 from shared.models.config import ModelConfig, real_model_config
 from shared.outputs import StepOutput
+from steps import load
 
 QWEN_VOCABULARY = 151_936
 TINY_VOCABULARY = 4096
@@ -49,7 +50,7 @@ FROZEN = {
         "fdbf09f441c0d8bdfe18000b57476e347532ce43b4931d81c2a5b390a3a463e0"
     ),
     ("decode_gap", "cpu", TINY_VOCABULARY): (
-        "86193c9d43ae06826389fc00e7176450c19482f295fd7a00cad0cc4db7f244e0"
+        "42a51a48b9c5164fd933dd91de7afb569ad1897e74aac6f4d3fda52b6f710556"
     ),
     ("decode_gap", "full", QWEN_VOCABULARY): (
         "5fe04d36a59c706119ff4e0266c6ded6e10e3aee02860651ee7e98b267238c85"
@@ -226,7 +227,7 @@ def test_shared_prefixes_return_after_their_owners_have_gone(scale: Any) -> None
 
 def test_decode_gap_is_steady_decodes_and_prompts_on_a_schedule() -> None:
     for scale, steady, prompt, interval in (
-        ("full", 32, 4096, 0.4), ("full_large", 32, 4096, 1.0), ("cpu", 4, 256, 0.4),
+        ("full", 32, 4096, 0.4), ("full_large", 32, 4096, 1.0), ("cpu", 4, 1024, 1.0),
     ):  # fmt: skip
         workload = build_workload("decode_gap", scale, QWEN_VOCABULARY)  # type: ignore[arg-type]
         timed = [r for r in workload.requests if r.arrival is not None]
@@ -621,6 +622,20 @@ def test_stages_are_found_not_listed() -> None:
         compare.stage_names(["99_none"])
 
 
+def test_flags_go_to_the_stages_that_have_them() -> None:
+    names = ["00_baseline", "01_chunked_prefill", "02_batch_reorder"]
+    flags = [
+        "--model", "x", "--max-prefill-chunk-size=64", "--mixed-batch", "separate",
+        "--max_prefill_defer", "0", "--enforce-eager", "--nonsense", "1",
+    ]  # fmt: skip
+    everywhere = ["--model", "x", "--enforce-eager", "--nonsense", "1"]
+    assert compare.flags_for(names[0], names, flags) == everywhere
+    assert compare.flags_for(names[1], names, flags) == flags[:5] + flags[7:]
+    assert compare.flags_for(names[2], names, flags) == flags[:3] + flags[5:]
+    # Alone, a stage is told of everything, and refuses what it does not know.
+    assert compare.flags_for(names[0], names[:1], flags) == flags
+
+
 def test_comparison_keeps_stages_that_fail() -> None:
     def run(stage: str, workload: str, number: int) -> Attempt:
         if stage == "B":
@@ -666,6 +681,26 @@ def test_flags_of_benchmark_and_config_stand_side_by_side() -> None:
         cli.parse(EngineConfig, "bench", ["--num-kvcache-blocks", "0"])
     with pytest.raises(SystemExit):
         cli.parse(EngineConfig, "bench", ["--no-such-flag", "1"])
+
+
+@pytest.mark.parametrize(
+    "args, expected",
+    [
+        ([], 128),  # what the workload wants
+        (["--max-prefill-tokens-per-step", "32"], 32),
+        (["--max-prefill-tokens-per-step=8192"], 8192),  # the default, but asked for
+        (["--workload", "nano"], 8192),
+    ],
+)
+def test_a_workload_s_options_give_way_to_flags(
+    fake_stage: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, args: list[str], expected: int
+) -> None:
+    config_class = load("01_chunked_prefill").Config
+    monkeypatch.setattr(cli.load("01"), "Config", config_class)
+    flags = ["--workload", "decode_gap", "--repeats", "1", "--no-warmup", "--device", "cpu"]
+    options, config = cli.parse(config_class, "bench", [*flags, *args])
+    row = cli.measure("01", options, config)
+    assert row.config["max_prefill_tokens_per_step"] == expected
 
 
 @pytest.fixture

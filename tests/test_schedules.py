@@ -14,9 +14,7 @@ import steps
 from shared import SamplingParams
 from shared.engine.batch import Batch
 from shared.engine.slots import Limits
-from tests.fakes import FakeHandle, FakeRunner, expected_output
-
-VOCABULARY = 50
+from tests.fakes import VOCABULARY, FakeHandle, FakeRunner, cuts_prompts, expected_output
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,10 @@ def requests(draw: st.DrawFn, longest: int) -> list[Request]:
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> Limits:
+def limits(draw: st.DrawFn, smallest_budget: int) -> Limits:
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     num_blocks = draw(st.integers(-(-24 // block_size), 60))
-    budget = draw(st.integers(24, 60))
+    budget = draw(st.integers(smallest_budget, 60))
     return Limits(
         vocab_size=VOCABULARY,
         block_size=block_size,
@@ -64,18 +62,35 @@ def limits(draw: st.DrawFn) -> Limits:
     )
 
 
+# Options that only some stages have.
+OPTIONS: dict[str, st.SearchStrategy[object]] = {
+    "max_prefill_tokens_per_step": st.integers(1, 60),
+    "max_prefill_chunk_size": st.integers(1, 60),
+    "mixed_batch": st.sampled_from(["unified", "separate"]),
+    "max_prefill_defer": st.integers(0, 5),
+}
+
+
 @pytest.mark.parametrize("stage", steps.names())
 @given(data=st.data(), caching=st.booleans())
 def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
-    lim = data.draw(limits(), label="limits")
-    todo = data.draw(requests(lim.max_model_length), label="requests")
     module = steps.load(stage)
+    # A stage that cannot cut would refuse most of these prompts under a smaller budget.
+    lim = data.draw(limits(smallest_budget=1 if cuts_prompts(module) else 24), label="limits")
+    todo = data.draw(requests(lim.max_model_length), label="requests")
+    options = data.draw(
+        st.fixed_dictionaries(
+            {name: drawn for name, drawn in OPTIONS.items() if name in module.Config.model_fields}
+        ),
+        label="options",
+    )
     config = module.Config(
         model="qwen3-0.6b",
         load_format="dummy",
         max_num_batched_tokens=lim.max_num_batched_tokens,
         max_num_sequences=lim.max_num_sequences,
         enable_prefix_caching=caching,
+        **options,
     )
     runner = FakeRunner(lim)
     engine = module.Engine(config, runner=runner)
@@ -175,7 +190,8 @@ def test_a_failing_step_ends_its_requests_and_no_others(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", steps.names())
 def test_completions_of_one_request_share_their_prompt(stage: str) -> None:
-    """The prompt of n completions is computed once, and n times the last token."""
+    """The prompt of n completions is computed once, and n times the last token; all completions
+    but the first start together."""
     module = steps.load(stage)
     limits = Limits(VOCABULARY, 4, 100, 100, 8, 100)
     config = module.Config(
@@ -192,3 +208,4 @@ def test_completions_of_one_request_share_their_prompt(stage: str) -> None:
         for b in runner.batches
     )
     assert prefilled == 41 + 4
+    assert sum(not b.decoding.all() for b in runner.batches) == 2

@@ -41,9 +41,11 @@ def log_banner(
             f"tensor {d.get('tensor_parallel_size', 1)}, data {d.get('data_parallel_size', 1)}"
         ),
     }
+    fields = type(config).model_fields
+    if own := [name for name in fields if name not in EngineConfig.model_fields]:
+        lines["of this stage"] = ", ".join(f"{name} {getattr(config, name)}" for name in own)
     for title, text in lines.items():
         logger.info("%s: %s", title, text)
-    fields = type(config).model_fields
     for name in ignored:
         if getattr(config, name) != fields[name].default:
             logger.warning("%s has no effect in %s", name, stage)

@@ -72,22 +72,22 @@ class BlockManager:
             parent = self._identities[block]
         return blocks
 
-    def will_hit(self, sequence: Sequence, scheduled: list[Sequence]) -> bool:
-        """Is the sequence better admitted a step later, because another completion of its request
-        is computing the same prompt in this one?"""
+    def will_hit(self, sequence: Sequence, prefix: list[int], prefills: list[Sequence]) -> bool:
+        """Will a waiting sequence find more than `prefix` if it is admitted later, because another
+        completion of its request, the last of `prefills`, is computing their prompt now?"""
         return (
             self.enable_prefix_caching
-            and bool(scheduled)
-            and scheduled[-1].request_id == sequence.request_id
-            and sequence.num_prompt_tokens > self.block_size
+            and bool(prefills)
+            and prefills[-1].request_id == sequence.request_id
+            and len(prefix) < (sequence.num_prompt_tokens - 1) // self.block_size
         )
 
-    def can_admit(self, prefix: list[int], num_tokens: int) -> bool:
-        """Would a new sequence of `num_tokens` with these hits fit? Idle hits leave the free list,
-        so they do not count as free for the rest."""
+    def can_admit(self, prefix: list[int], num_tokens: int, reserved: int = 0) -> bool:
+        """Would a new sequence of `num_tokens` with these hits fit and leave `reserved` blocks?
+        Idle hits leave the free list, so they do not count as free for the rest."""
         needed = -(-num_tokens // self.block_size) - len(prefix)
         idle_hits = sum(1 for block in prefix if not self._reference_counts[block])
-        return needed <= len(self._free) - idle_hits
+        return needed + reserved <= len(self._free) - idle_hits
 
     def hold_prefix(self, sequence: Sequence, prefix: list[int]) -> None:
         """Enter hits into a newly admitted sequence's table; their tokens count as computed."""
@@ -110,6 +110,21 @@ class BlockManager:
 
     def can_allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
         return self.num_blocks_needed(sequence, num_new_tokens) <= len(self._free)
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens for which a running sequence could have blocks: its own and all free ones."""
+        blocks = int(self.table.num_blocks[sequence.slot]) + len(self._free)
+        return blocks * self.block_size - sequence.num_computed_tokens
+
+    def num_blocks_soon(self, decodes: list[Sequence], num_steps: int) -> int:
+        """Blocks that running sequences with a place for their next token will take within
+        `num_steps` steps more. The last token of a sequence needs none: its KV is never read."""
+        table = self.table
+        slots = np.fromiter((s.slot for s in decodes), np.int32, len(decodes))
+        end = table.num_computed_tokens[slots] + 1 + num_steps
+        end = np.minimum(end, table.finish_length[slots] - 1)
+        needed = -(-end // self.block_size) - table.num_blocks[slots]
+        return int(np.maximum(needed, 0).sum())
 
     def at_block_end(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those of the running `sequences` whose next token needs a new block."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from shared.engine.block_manager import BlockManager
 from shared.engine.sequence import Sequence
 from shared.engine.slots import SlotTable
@@ -26,6 +28,16 @@ class Queues:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
+
+    def by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
+        """(decodes, prompts) of the running sequences, each in order of admission. A preempted
+        sequence that is computed again is a prompt until it has caught up."""
+        slots = np.fromiter((s.slot for s in self.running), np.int32, len(self.running))
+        decoding = self.table.decoding[slots]
+        if decoding.all():
+            return list(self.running), []
+        decodes = [self.running[row] for row in np.flatnonzero(decoding).tolist()]
+        return decodes, [self.running[row] for row in np.flatnonzero(~decoding).tolist()]
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request behind all others."""

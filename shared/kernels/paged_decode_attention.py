@@ -332,8 +332,8 @@ def paged_decode_attention_triton(
     tile: DecodeTile | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(q) if out is None else out
-    if not (q.is_contiguous() and out.is_contiguous() and k_cache.is_contiguous()):
-        raise ValueError("q, out and the caches must be contiguous")
+    if not all(x.is_contiguous() for x in (q, out, k_cache, v_cache)):
+        raise ValueError("q, out, k_cache and v_cache must be contiguous")
     num_rows, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads

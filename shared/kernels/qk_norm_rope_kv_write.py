@@ -61,9 +61,10 @@ def qk_norm_rope_kv_write(
     writes nothing; k_cache, v_cache [num_blocks, block_size, num_kv_heads, D], contiguous.
     Returns [T, num_heads, D].
     """
-    operation = (
-        qk_norm_rope_kv_write_triton if runs_on_triton(qkv) else qk_norm_rope_kv_write_reference
-    )
+    # A tile of half a head has a side that is a power of two.
+    fits = next_power_of_2(k_cache.shape[3]) == k_cache.shape[3]
+    use_triton = fits and runs_on_triton(qkv)
+    operation = qk_norm_rope_kv_write_triton if use_triton else qk_norm_rope_kv_write_reference
     return operation(
         qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache
     )

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shared.kernels.small_batch_linear import linear
 from shared.layers.linear import Rows, WeightTarget, empty_weight, some_rows
 from shared.layers.tensor_parallel import TensorParallel
 
@@ -56,4 +57,4 @@ class ParallelLMHead(nn.Module):
         return {name: some_rows(self.weight, self.rows)}
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_gather(F.linear(hidden, self.weight))
+        return self.tp.all_gather(linear(hidden, self.weight))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from shared.kernels.small_batch_linear import linear, norm_gate_up, norm_linear
 from shared.layers.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from shared.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,11 @@ def some_rows(view: torch.Tensor, rows: Rows) -> WeightTarget:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Several projections of the same input in one matrix product; each is cut by output rows.
+    """Several projections of the same normed input in one matrix product; each is cut by output
+    rows.
 
-    forward: [T, input_size] -> [T, sum of this rank's rows], projections side by side.
+    forward: x, residual [T, input_size] -> [T, sum of this rank's rows], the projections of
+    norm(x + residual) side by side, and x + residual.
     """
 
     def __init__(self, input_size: int, parts: list[Rows], dtype: torch.dtype) -> None:
@@ -75,8 +80,23 @@ class ColumnParallelLinear(nn.Module):
             for name, view, part in zip(names, views, self.parts, strict=True)
         }
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight)
+
+
+class GateUpLinear(ColumnParallelLinear):
+    """Two projections of one size, gate and up, and the activation that joins them.
+
+    forward: x, residual [T, input_size] -> silu(gate) * up of norm(x + residual) [T, this rank's
+    rows of one], and x + residual.
+    """
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm_gate_up(x, residual, norm.weight, norm.eps, self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -100,4 +120,4 @@ class RowParallelLinear(nn.Module):
         return {name: WeightTarget(shape, load)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(F.linear(x, self.weight))
+        return self.tp.all_reduce(linear(x, self.weight))

@@ -1,11 +1,15 @@
-"""RMSNorm as a module; the arithmetic is in `shared.kernels.rms_norm`."""
+"""RMSNorm as a module; the arithmetic is in `shared.kernels.rms_norm`.
+
+The norms inside a block are not called: the projections that follow them take them as arguments
+(`shared.layers.linear`), so that one kernel can do both.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from shared.kernels.rms_norm import add_rms_norm, rms_norm
+from shared.kernels.rms_norm import rms_norm
 from shared.layers.linear import WeightTarget, empty_weight, whole
 
 
@@ -18,10 +22,6 @@ class RMSNorm(nn.Module):
     def weight_targets(self, name: str) -> dict[str, WeightTarget]:
         return {name: whole(self.weight)}
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, size], residual [T, size] or None -> (norm(x + residual), x + residual)."""
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, size] -> [T, size]."""
+        return rms_norm(x, self.weight, self.eps)

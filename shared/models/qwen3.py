@@ -7,10 +7,15 @@ import torch
 from torch import nn
 
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from shared.kernels.silu_and_mul import silu_and_mul
 from shared.layers.attention import AttentionBackend, AttentionMetadata
 from shared.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from shared.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows, WeightTarget
+from shared.layers.linear import (
+    ColumnParallelLinear,
+    GateUpLinear,
+    RowParallelLinear,
+    Rows,
+    WeightTarget,
+)
 from shared.layers.norm import RMSNorm
 from shared.layers.rotary import rotary_table
 from shared.layers.tensor_parallel import TensorParallel
@@ -55,14 +60,17 @@ class Qwen3Attention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: RMSNorm,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        qkv, residual = self.qkv_proj(x, residual, norm)
         k_cache, v_cache = kv_cache.unbind(0)
         q = qk_norm_rope_kv_write(
-            self.qkv_proj(x),
+            qkv,
             self.q_norm.weight,
             self.k_norm.weight,
             self.q_norm.eps,
@@ -73,14 +81,14 @@ class Qwen3Attention(nn.Module):
             v_cache,
         )
         out = self.backend.forward(q, k_cache, v_cache, metadata, self.scale)
-        return self.o_proj(out.flatten(1))
+        return self.o_proj(out.flatten(1)), residual
 
 
 class Qwen3MLP(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: TensorParallel) -> None:
         super().__init__()
         rows = Rows.split(config.intermediate_size, tp, "intermediate_size")
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, [rows, rows], dtype=dtype)
+        self.gate_up_proj = GateUpLinear(config.hidden_size, [rows, rows], dtype=dtype)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, dtype, tp)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
@@ -90,8 +98,11 @@ class Qwen3MLP(nn.Module):
             **self.down_proj.weight_targets(f"{prefix}.down_proj.weight"),
         }
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.gate_up_proj(x, residual, norm)
+        return self.down_proj(x), residual
 
 
 class Qwen3Block(nn.Module):
@@ -126,11 +137,13 @@ class Qwen3Block(nn.Module):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The residual travels beside x, so that its addition is fused into the next norm.
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, positions, cos_sin, kv_cache, metadata)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        # The residual travels beside x, and each half of the block takes the norm it starts with:
+        # adding, normalising and projecting are then one operation.
+        x, residual = self.self_attn(
+            x, residual, self.input_layernorm, positions, cos_sin, kv_cache, metadata
+        )
+        x, residual = self.mlp(x, residual, self.post_attention_layernorm)
+        return x, residual
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -202,8 +215,7 @@ class Qwen3ForCausalLM(nn.Module):
         return x + residual
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        x, _ = self.norm(hidden, None)
-        logits: torch.Tensor = self.lm_head(x)
+        logits: torch.Tensor = self.lm_head(self.norm(hidden))
         return logits
 
 

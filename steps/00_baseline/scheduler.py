@@ -33,9 +33,9 @@ class Scheduler:
             return schedule
         while queues.waiting and queues.table.num_free and budget:
             sequence = queues.waiting[0]
-            if manager.will_hit(sequence, schedule.sequences):
-                break
             prefix = manager.find_prefix(sequence)
+            if manager.will_hit(sequence, prefix, schedule.sequences):
+                break
             num_new = sequence.num_tokens - len(prefix) * manager.block_size
             # Alone in its step, a preempted sequence may exceed the budget, because it has
             # generated tokens since it was let in. It is cut: the only cut of this stage.

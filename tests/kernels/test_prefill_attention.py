@@ -119,15 +119,19 @@ def test_rows_without_queries_between_others(place: Place, poison_empty: None) -
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_decodes_in_either_tile(place: Place, poison_empty: None, wide: bool) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decodes_in_either_tile(
+    place: Place, poison_empty: None, head_dim: int, wide: bool
+) -> None:
     batch = make_batch(
         [1] * 9 + [80],
         [0, 1, 15, 16, 17, 63, 64, 65, 200, 9],
         device=place.device,
         dtype=place.dtype,
         group=3,
+        head_dim=head_dim,
     )
-    tile = choose_tile(3, 64, batch.q.element_size(), wide)
+    tile = choose_tile(3, head_dim, batch.q.element_size(), wide)
     place.assert_close(run(batch, tile=tile), batch.exact)
 
 
@@ -204,7 +208,8 @@ class TestOnGpu:
             group=4,
             head_dim=128,
         )
-        place.assert_close(run(batch), batch.exact)
+        for wide in (False, True):
+            place.assert_close(run(batch, tile=choose_tile(4, 128, 2, wide)), batch.exact)
 
     def test_pool_offsets_beyond_int32(self) -> None:
         torch.manual_seed(0)

@@ -1,0 +1,174 @@
+"""Linear layers of few rows, with norm and gated activation, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shared.kernels import small_batch_linear
+from shared.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from shared.kernels.silu_and_mul import silu_and_mul_reference
+from shared.kernels.small_batch_linear import (
+    linear,
+    linear_triton,
+    norm_gate_up,
+    norm_linear,
+    norm_linear_triton,
+)
+from tests.kernels.place import Place
+
+# (outputs, K): whole tiles, neither a whole number of tiles, less than a tile, K that no vector
+# load divides, several steps along K.
+SHAPES = [(32, 1024), (37, 1160), (3, 24), (16, 77), (21, 2560)]
+ROWS = [1, 2, 3, 5, 8]
+EPS = 1e-6
+
+
+def make_weight(place: Place, outputs: int, size: int) -> torch.Tensor:
+    return place.randn(outputs, size, scale=size**-0.5)
+
+
+def exact_norm(summed: torch.Tensor, norm_weight: torch.Tensor) -> torch.Tensor:
+    return rms_norm_reference(summed.double().cpu(), norm_weight.double().cpu(), EPS)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("outputs, size", SHAPES)
+def test_linear(place: Place, poison_empty: None, outputs: int, size: int, rows: int) -> None:
+    x, weight = place.randn(rows, size), make_weight(place, outputs, size)
+    exact = x.double().cpu() @ weight.double().cpu().T
+    place.assert_close(linear_triton(x, weight), exact)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("outputs, size", SHAPES)
+def test_norm_linear(
+    place: Place, poison_empty: None, outputs: int, size: int, rows: int, gated: bool
+) -> None:
+    x, residual = place.randn(rows, size, scale=3.0), place.randn(rows, size)
+    norm_weight = place.randn(size)
+    weight = make_weight(place, 2 * outputs if gated else outputs, size)
+    before = x.clone(), residual.clone()
+
+    out, added = norm_linear_triton(x, residual, norm_weight, EPS, weight, gated)
+
+    # The sum is rounded to the storage type before it is normalised.
+    assert torch.equal(added, x + residual)
+    exact = exact_norm(added, norm_weight) @ weight.double().cpu().T
+    place.assert_close(out, silu_and_mul_reference(exact) if gated else exact)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_without_a_residual_the_sum_is_x(place: Place, poison_empty: None, rows: int) -> None:
+    x, norm_weight, weight = place.randn(rows, 64), place.randn(64), make_weight(place, 24, 64)
+    out, added = norm_linear_triton(x, None, norm_weight, EPS, weight)
+    assert added is x
+    place.assert_close(out, exact_norm(x, norm_weight) @ weight.double().cpu().T)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_large_residuals_and_zero_rows(place: Place, poison_empty: None, rows: int) -> None:
+    """The factor of the norm multiplies the result: nothing before it may overflow."""
+    scale = 30.0 if place.dtype == torch.float16 else 3e4
+    x, norm_weight, weight = place.randn(rows, 64, scale=scale), place.randn(64), place.randn(8, 64)
+    x[-1] = 0.0
+    out, _ = norm_linear_triton(x, None, norm_weight, EPS, weight)
+    assert not out[-1].any()
+    if rows > 1:
+        place.assert_close(out, exact_norm(x, norm_weight) @ weight.double().cpu().T)
+
+
+@pytest.mark.parametrize("rows", [0, 9])
+def test_refuses_other_row_counts(place: Place, rows: int) -> None:
+    with pytest.raises(ValueError, match=f"{rows} rows"):
+        linear_triton(place.randn(rows, 16), place.randn(4, 16))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_public_functions_take_the_separate_operations_on_cpu(rows: int) -> None:
+    x, residual, norm_weight = torch.randn(rows, 32), torch.randn(rows, 32), torch.randn(32)
+    weight = torch.randn(12, 32)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+    normed, summed = add_rms_norm_reference(x, residual, norm_weight, EPS)
+    out, added = norm_linear(x, residual, norm_weight, EPS, weight)
+    assert torch.equal(out, F.linear(normed, weight))
+    assert torch.equal(added, summed)
+    out, added = norm_gate_up(x, residual, norm_weight, EPS, weight)
+    assert torch.equal(out, silu_and_mul_reference(F.linear(normed, weight)))
+    assert torch.equal(added, summed)
+    out, added = norm_linear(x, None, norm_weight, EPS, weight)
+    assert torch.equal(out, F.linear(rms_norm_reference(x, norm_weight, EPS), weight))
+    assert added is x
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGpu:
+    place = Place(torch.device("cuda"), torch.bfloat16)
+
+    @pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
+    @pytest.mark.parametrize(
+        "outputs, size", [(4096, 1024), (1024, 3072), (6144, 4096), (4096, 12288), (151936, 1024)]
+    )
+    def test_real_shapes_on_either_side_of_the_crossovers(
+        self, outputs: int, size: int, rows: int
+    ) -> None:
+        torch.manual_seed(0)
+        place = self.place
+        x, residual = place.randn(rows, size), place.randn(rows, size)
+        norm_weight, weight = place.randn(size), make_weight(place, outputs, size)
+        summed = x + residual
+        wide = weight.double().cpu().T
+        place.assert_close(linear(x, weight), x.double().cpu() @ wide)
+        exact = exact_norm(summed, norm_weight) @ wide
+        both = x.clone(), residual.clone()
+        out, added = norm_linear(*both, norm_weight, EPS, weight)
+        assert torch.equal(added, summed)
+        place.assert_close(out, exact)
+        out, _ = norm_gate_up(x, residual, norm_weight, EPS, weight)
+        place.assert_close(out, silu_and_mul_reference(exact))
+
+    @pytest.mark.parametrize("rows", [1, 6])
+    def test_overlapping_kernels_wait_for_their_input(self, rows: int) -> None:
+        """A chain in a CUDA graph, each kernel reading what the one before it wrote last."""
+        torch.manual_seed(0)
+        place, depth, size = self.place, 40, 1024
+        norm_weight = place.randn(size)
+        weights = [
+            (make_weight(place, 4096, size), make_weight(place, size, 2048)) for _ in range(depth)
+        ]
+        first = place.randn(rows, size)
+
+        def chain(after_each: Callable[[], None]) -> torch.Tensor:
+            x, residual = first, torch.zeros_like(first)
+            for gate_up, down in weights:
+                x, residual = norm_linear_triton(x, residual, norm_weight, EPS, gate_up, gated=True)
+                after_each()
+                x = linear_triton(x, down)
+                after_each()
+            return x + residual
+
+        expected = chain(torch.cuda.synchronize)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(lambda: None)
+        for _ in range(20):
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, expected)
+
+    def test_row_counts_share_one_compiled_kernel(self) -> None:
+        place = self.place
+        weight = place.randn(64, 128)
+        linear(place.randn(2, 128), weight)
+        caches = small_batch_linear._few_rows_kernel.device_caches
+        compiled = sum(len(cache[0]) for cache in caches.values())
+        for rows in range(2, 9):
+            linear(place.randn(rows + 1, 128)[1:], weight)
+        assert sum(len(cache[0]) for cache in caches.values()) == compiled

@@ -1,0 +1,77 @@
+"""The few shapes that the pictures of the docs are made of, written as SVG."""
+
+from __future__ import annotations
+
+from html import escape
+
+PAPER, INK, FAINT, LINE = "#ffffff", "#222222", "#8a8a8a", "#555555"
+HOST, DEVICE, STORE = "#dcebf7", "#fbe3c4", "#e6e6e6"
+
+
+class Picture:
+    """Collects shapes; later ones lie on top. Lengths are pixels."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, fill: str, line: str = "none"
+    ) -> None:
+        radius = 0 if line == "none" else 5
+        self._parts.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+            f'rx="{radius}" fill="{fill}" stroke="{line}"/>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        anchor: str = "middle",
+        size: float = 11,
+        fill: str = INK,
+        bold: bool = False,
+    ) -> None:
+        weight = ' font-weight="600"' if bold else ""
+        self._parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size:g}" '
+            f'fill="{fill}"{weight}>{escape(text)}</text>'
+        )
+
+    def box(
+        self, x: float, y: float, width: float, height: float, lines: list[str], fill: str
+    ) -> None:
+        """A box with a title (the first line) and smaller lines below it."""
+        self.rect(x, y, width, height, fill, LINE)
+        top = y + height / 2 - (len(lines) - 1) * 7 + 4
+        for index, line in enumerate(lines):
+            size, fill_text = (12.5, INK) if index == 0 else (10.5, LINE)
+            self.text(
+                x + width / 2, top + 14 * index, line, size=size, fill=fill_text, bold=index == 0
+            )
+
+    def arrow(self, points: list[tuple[float, float]], dashed: bool = False) -> None:
+        """A line through the points, with a head at the last."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.4"{dash} '
+            'marker-end="url(#head)"/>'
+        )
+
+    def svg(self, width: float, height: float, title: str) -> str:
+        """The whole file; the paper is white, so that it can be read on a dark page as well."""
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+            f'width="{width:.0f}" height="{height:.0f}" role="img" '
+            'font-family="system-ui, sans-serif">'
+        )
+        marker = (
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            f'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/>'
+            "</marker></defs>"
+        )
+        paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
+        parts = [head, f"<title>{escape(title)}</title>", marker, paper, *self._parts, "</svg>", ""]
+        return "\n".join(parts)
