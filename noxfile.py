@@ -115,7 +115,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure an engine on a frozen workload."""
+    """Compare all stages on a frozen workload; results and tables go to out/bench."""
     install(session)
-    defaults = {"--workload": "nano"}
-    session.run("python", "-m", "steps.00_baseline.bench", *flags(defaults, session.posargs))
+    defaults = {"--steps": "all", "--workload": "decode_gap", "--output": "out/bench"}
+    session.run("python", "-m", "bench.compare", *flags(defaults, session.posargs))

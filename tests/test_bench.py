@@ -33,7 +33,7 @@ from bench.workloads import (
 from shared import EngineConfig, SamplingParams
 from shared.models.config import ModelConfig, real_model_config
 from shared.outputs import StepOutput
-from steps import load
+from steps import load, names
 
 QWEN_VOCABULARY = 151_936
 TINY_VOCABULARY = 4096
@@ -392,8 +392,9 @@ def test_a_real_engine_runs_the_workload_of_the_cpu() -> None:
     engine.close()
 
 
-def test_host_time_of_a_decode_step() -> None:
-    measured = measure_host("00_baseline", rows=4, prompt=8, steps=20)
+@pytest.mark.parametrize("stage", names())
+def test_host_time_of_a_decode_step(stage: str) -> None:
+    measured = measure_host(stage, rows=4, prompt=8, steps=20)
     assert measured.count == 19
     assert 0 < measured.p50 < 0.1
 

@@ -238,7 +238,8 @@ class ModelRunner:
             self.sampler.score(logits, logits.argmax(-1), num_top=1)
             self.sampler.warm_up(logits[: self.max_num_sequences])
             del hidden, logits
-        self._trunk_of_zeros([1] * self.max_num_sequences, self.max_num_sequences)
+        for rows in {1, min(2, self.max_num_sequences), self.max_num_sequences}:
+            self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()

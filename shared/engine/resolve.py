@@ -36,8 +36,9 @@ def resolve_dtype(
 def resolve_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """auto falls back to torch where no kernel fits; a backend asked for by name is refused with
-    the reason instead."""
+    """auto is triton wherever it can run: in bench/results/kernels_h200.json it is level with or
+    ahead of flash-attn 2 in every shape but one, by 3%. Where no kernel fits, auto is torch; a
+    backend asked for by name is refused with the reason instead."""
     backend = config.attention_backend
     if backend == "auto":
         obstacle = _obstacle("triton", config, model_config, device, dtype)

@@ -49,7 +49,9 @@ class Scheduler:
                 self._preempt(queues.running[-1], schedule)
             if sequence.is_running:
                 manager.allocate(sequence, 1)
-        schedule.sequences = [s for s in decoding if s.is_running]
+        if schedule.preempted:
+            decoding = [s for s in decoding if s.is_running]
+        schedule.sequences = decoding
         schedule.num_new_tokens = [1] * len(schedule.sequences)
         schedule.num_decode_rows = len(schedule.sequences)
 

@@ -50,7 +50,9 @@ class Scheduler:
                 self._preempt(queues.running[-1], schedule)
             if sequence.is_running:
                 manager.allocate(sequence, 1)
-        schedule.sequences = [s for s in decoding if s.is_running]
+        if schedule.preempted:
+            decoding = [s for s in decoding if s.is_running]
+        schedule.sequences = decoding
         schedule.num_new_tokens = [1] * len(schedule.sequences)
         schedule.num_decode_rows = len(schedule.sequences)
 
@@ -129,7 +131,7 @@ class Scheduler:
         return Schedule(
             decodes.sequences + prefills.sequences,
             decodes.num_new_tokens + prefills.num_new_tokens,
-            num_decode_rows=len(decodes.sequences),
+            num_decode_rows=decodes.num_decode_rows,
             preempted=decodes.preempted + prefills.preempted,
         )
 
