@@ -300,6 +300,23 @@ def test_blocks_that_decodes_need_soon_are_not_given_away(stage: str) -> None:
     assert chunks_of(taken, "p") == [(0, 8)]
 
 
+@pytest.mark.parametrize("steps_between", [0, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_blocks_that_begun_prompts_still_need_are_not_given_away(
+    stage: str, steps_between: int
+) -> None:
+    """Either prompt fits, both do not; of the first only a little has been allocated."""
+    engine = fake_engine(stage, block_size=2, num_blocks=10, max_prefill_chunk_size=2)
+    taken = watch(engine)
+    engine.add_request("a", distinct(1, 12), params(1))
+    for _ in range(steps_between):
+        engine.step()
+    engine.add_request("b", distinct(2, 12), params(1))
+    run_to_end(engine)
+    assert not any(step.preempted for step in taken)
+    assert [len(step.chunks) for step in taken] == [1] * 12
+
+
 # The two halves of a step
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from dataclasses import dataclass
 from itertools import pairwise
@@ -118,6 +119,7 @@ class ModelRunner:
         # (torch alone brings some 200,000 objects) stops the step it falls into for 100 ms.
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules want their objects collected at exit
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:

@@ -71,7 +71,7 @@ class Scheduler:
             while not manager.room(sequence) and prompts[-1] is not sequence:
                 self._preempt(prompts.pop(), schedule)
             if not manager.room(sequence):
-                return 0  # nobody may overtake it
+                break
             chunk = min(self._chunk(sequence, budget), manager.room(sequence))
             manager.allocate(sequence, chunk)
             schedule.add(sequence, chunk)
