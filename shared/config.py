@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # flash-attn 2 reads pages in units of 256 tokens and refuses any other size.
 FLASH_ATTN_BLOCK_SIZE = 256
 
-Positive = Annotated[int, Field(ge=1)]
+# Everything that is counted here is an int32 on the device.
+LARGEST = 2**31 - 1
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 
 
 class EngineConfig(BaseModel):
@@ -47,7 +49,7 @@ class EngineConfig(BaseModel):
     """Sequences that run at once."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.9
     """Share of the GPU's memory the engine may use, KV cache included."""
-    num_kvcache_blocks: int = -1
+    num_kvcache_blocks: Annotated[int, Field(le=LARGEST)] = -1
     """Blocks in the KV pool. -1: what memory allows after weights, activations and graphs (on
     cpu at most 1 GiB)."""
     kvcache_block_size: Positive | Literal["auto"] = "auto"

@@ -7,10 +7,13 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Finite = Field(allow_inf_nan=False)
-TokenId = Annotated[int, Field(ge=0)]
+LARGEST = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 
-# Above this many alternatives per token the lists cost more than the forward pass.
+# Beyond these, one request's lists cost its neighbours more time than the forward pass.
 MAX_LOGPROBS = 100
+MAX_TOKEN_LIST = 1024
+MAX_STOP_STRINGS = 64
 
 
 class SamplingParams(BaseModel):
@@ -29,7 +32,7 @@ class SamplingParams(BaseModel):
     """Independent completions of the prompt."""
     temperature: Annotated[float, Field(ge=0, le=100), Finite] = 1.0
     """0 is greedy, exactly: the largest logit, no noise."""
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] = 0
     """Keep the k most probable tokens; 0 and -1 keep all."""
     top_p: Annotated[float, Field(gt=0, le=1), Finite] = 1.0
     """Keep the smallest set of tokens whose probabilities sum to at least p."""
@@ -43,13 +46,13 @@ class SamplingParams(BaseModel):
     """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL)."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Makes the request reproducible, whatever else is in the batch."""
-    max_tokens: Annotated[int, Field(ge=0)] = 16
+    max_tokens: Annotated[int, Field(ge=0, le=LARGEST)] = 16
     """Most tokens to generate. 0 only scores the prompt and needs prompt_logprobs."""
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     """End-of-text and stop tokens are impossible before this many tokens."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
     """Strings that end the text; they are not part of it."""
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_TOKEN_LIST)] = ()
     """Token ids that end the sequence, besides the model's own end-of-text ids."""
     ignore_eos: bool = False
     """Generate past end-of-text."""
@@ -57,7 +60,13 @@ class SamplingParams(BaseModel):
     """Log probabilities of the sampled token and of this many most probable ones."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The same for every prompt token but the first. Such a request skips prefix hits."""
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100), Finite]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[TokenId, Annotated[float, Field(ge=-100, le=100), Finite]],
+            Field(max_length=MAX_TOKEN_LIST),
+        ]
+        | None
+    ) = None
     """Added to the logits of these tokens."""
 
     @field_validator("stop", mode="before")

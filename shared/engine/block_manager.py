@@ -36,12 +36,15 @@ class BlockManager:
     of hits is therefore exact: each block's parent is the very block hit before it.
     """
 
-    def __init__(self, table: SlotTable, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self, table: SlotTable, enable_prefix_caching: bool, record_events: bool = False
+    ) -> None:
+        """`record_events`: note every change in `events`, for the trace, which empties the list."""
         self.table = table
         self.num_blocks = table.limits.num_blocks
         self.block_size = table.limits.block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.events: list[BlockEvent] | None = None
+        self.events: list[BlockEvent] | None = [] if record_events else None
         self._reference_counts = [0] * self.num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self._cached: dict[tuple[int, bytes], int] = {}  # (parent identity, tokens) -> block
@@ -190,6 +193,8 @@ class BlockManager:
             assert len(set(blocks)) == len(blocks), f"slot {slot} holds a block twice: {blocks}"
             for block in blocks:
                 held[block] += 1
+        table = self.table
+        assert len(set(table._free)) == table.num_free, "a slot is free twice"
         assert held == self._reference_counts, "reference counts differ from the block tables"
         idle = {block for block, count in enumerate(held) if not count}
         assert idle == set(self._free), "the free list is not exactly the blocks nobody holds"

@@ -50,7 +50,8 @@ def fitting_blocks(
     blocks = available // block_bytes
     if blocks < 1:
         raise ValueError(
-            f"no memory is left for the KV pool: one block takes {block_bytes / GIB:.3f} GiB. "
-            f"Raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_sequences"
+            f"no memory is left for the KV pool: one block takes {block_bytes / GIB:.3f} GiB of "
+            f"{max(available, 0) / GIB:.3f} GiB. Lower kvcache_block_size, max_num_batched_tokens "
+            f"or max_num_sequences, or raise gpu_memory_utilization"
         )
     return blocks

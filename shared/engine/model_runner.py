@@ -164,7 +164,10 @@ class ModelRunner:
         # The most blocks that a step takes for its new tokens. Long prefix hits can add more:
         # those are sent by a copy of their own.
         max_updates = tokens // self.block_size + 2 * rows
-        self.inputs = InputBuffers(tokens, rows, max_updates, self.device)
+        try:
+            self.inputs = InputBuffers(tokens, rows, max_updates, self.device)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(f"max_num_batched_tokens={tokens} do not fit: {error}") from error
         # One more than there are slots: padding samples write their ids to the last.
         self.sampled = self._zeros(rows + 1)
         # Where graphs leave the hidden states of their rows, and the ids that they sample.

@@ -46,8 +46,9 @@ class Queues:
 
     def admit(self, prefix: list[int]) -> Sequence:
         """The first waiting sequence starts to run, with `prefix` (from find_prefix) computed."""
-        sequence = self.waiting.popleft()
+        sequence = self.waiting[0]
         self.table.acquire(sequence)
+        self.waiting.popleft()
         self.block_manager.hold_prefix(sequence, prefix)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
@@ -80,6 +81,11 @@ class Queues:
             else:
                 self.waiting.remove(sequence)
                 self._forget(sequence)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for request_id in list(self._unfinished):
+            self.abort(request_id)
 
     def _let_go(self, sequence: Sequence) -> None:
         self.block_manager.free(sequence)

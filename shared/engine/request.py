@@ -15,6 +15,10 @@ from shared.sampling_params import SamplingParams
 def check_token_ids(token_ids: SequenceOf[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """[n] int32. Raises ValueError naming prompt_token_ids and the first id that is wrong."""
     if not isinstance(token_ids, np.ndarray):
+        if not isinstance(token_ids, SequenceOf) or isinstance(token_ids, (str, bytes)):
+            raise ValueError(
+                f"prompt_token_ids must be a list of integers, got {type(token_ids).__name__}"
+            )
         wrong = next((t for t in token_ids if type(t) is not int), None)
         if wrong is not None:
             raise ValueError(f"prompt_token_ids must be integers, got {wrong!r}")
@@ -65,6 +69,8 @@ def check_request(
     prompt_token_ids: SequenceOf[int] | np.ndarray, params: SamplingParams, limits: Limits
 ) -> np.ndarray:
     """The prompt as [n] int32. Raises ValueError naming whatever could never run."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
     tokens = check_token_ids(prompt_token_ids, limits.vocab_size)
     check_lengths(len(tokens), params, limits)
     check_vocabulary(params, limits.vocab_size)

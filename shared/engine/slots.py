@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from shared.engine.sequence import Sequence
 
 
-NEVER = np.iinfo(np.int64).max
-
-
 @dataclass(frozen=True)
 class Limits:
     """What a runner can hold: fixed once weights, buffers and the KV pool are in memory."""
@@ -46,7 +43,13 @@ class SlotTable:
         size, length = limits.max_num_sequences, limits.max_model_length
         columns = -(-length // limits.block_size)
         self.limits = limits
-        self.token_ids = np.zeros((size, length), np.int32)
+        try:
+            self.token_ids = np.zeros((size, length), np.int32)
+        except MemoryError:
+            raise ValueError(
+                f"max_num_sequences={size} sequences of max_model_length={length} tokens do not "
+                f"fit in memory"
+            ) from None
         self.num_tokens = np.zeros(size, np.int32)
         self.num_prompt_tokens = np.zeros(size, np.int32)
         self.num_computed_tokens = np.zeros(size, np.int32)
@@ -57,7 +60,7 @@ class SlotTable:
         self.temperature = np.zeros(size, np.float32)
         self.seed = np.zeros(size, np.int64)
         # Tokens from which on only the temperature matters to the row's sampling.
-        self.plain_from = np.zeros(size, np.int64)
+        self.plain_from = np.zeros(size, np.int32)
         # The last token was sampled into this slot on the device, so the next input is read there.
         self.decoding = np.zeros(size, np.bool_)
         # Counts the slot's owners: a step in flight and the sampler's token history can tell
@@ -87,7 +90,9 @@ class SlotTable:
         self.temperature[slot] = sequence.params.temperature
         self.seed[slot] = sequence.seed
         plain_after = sequence.params.plain_after
-        self.plain_from[slot] = NEVER if plain_after is None else len_prompt + plain_after
+        # Nothing is sampled at finish_length or beyond: a bound that fits, whatever was asked for.
+        last = sequence.finish_length
+        self.plain_from[slot] = last if plain_after is None else min(len_prompt + plain_after, last)
         self.decoding[slot] = False
         sequence.enter(self, slot)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import time
 from collections import Counter
 from itertools import pairwise
@@ -12,6 +15,8 @@ import msgspec
 from shared.engine.batch import Batch, Schedule
 from shared.engine.block_manager import BlockEvent, BlockManager
 from shared.engine.queues import Queues
+
+logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 1
 
@@ -60,19 +65,27 @@ class StepClock:
 class TraceWriter:
     """Appends StepRecords to a file."""
 
-    def __init__(self, path: str, queues: Queues, block_manager: BlockManager) -> None:
-        """Raises OSError if the file cannot be written."""
-        self._file = Path(path).open("wb")  # noqa: SIM115 (close() closes it)
+    def __init__(self, path: str) -> None:
+        """Raises ValueError naming the option if the file cannot be written."""
+        try:
+            self._file = open(path, "wb")  # noqa: SIM115 (close() closes it)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"trace={path!r} cannot be written: {error}") from error
         self._encoder = msgspec.json.Encoder()
-        self._queues = queues
-        self._block_manager = block_manager
         self._start = time.perf_counter()
         self._step = 0
-        block_manager.events = []
 
-    def write(self, schedule: Schedule, batch: Batch, clock: StepClock, used_graph: bool) -> None:
-        """Call after the commit, so that blocks freed by finished sequences belong to this step."""
-        manager, queues = self._block_manager, self._queues
+    def write(
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        clock: StepClock,
+        used_graph: bool,
+        queues: Queues,
+        manager: BlockManager,
+    ) -> None:
+        """Call after the commit, so that blocks freed by finished sequences belong to this step.
+        A file that can no longer be written ends the trace, not the step."""
         rows = zip(schedule.sequences, batch.decoding.tolist(), batch.starts.tolist(), strict=True)
         decodes: list[str] = []
         prefills: list[tuple[str, int, int]] = []
@@ -100,12 +113,17 @@ class TraceWriter:
             wait_ms=wait_ms,
             graph=used_graph,
         )
-        self._file.write(self._encoder.encode(record) + b"\n")
-        self._file.flush()
         self._step += 1
+        try:
+            self._file.write(self._encoder.encode(record) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            logger.warning("the trace ends at step %d: %s", self._step, error)
+            self._file = open(os.devnull, "wb")  # noqa: SIM115
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is lost was warned of
+            self._file.close()
 
 
 def read_trace(path: str | Path) -> list[StepRecord]:

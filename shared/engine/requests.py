@@ -1,0 +1,88 @@
+"""The side of an engine that faces requests: the same in every stage, whatever its steps do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from shared.engine.queues import Queues
+from shared.engine.request import check_request, make_sequences
+from shared.engine.result import Runner
+from shared.engine.slots import Limits
+from shared.engine.trace import TraceWriter
+from shared.sampling_params import SamplingParams
+
+
+class RequestSide:
+    """Methods over what a stage's Engine builds in its `__init__`."""
+
+    limits: Limits
+    queues: Queues
+    runner: Runner
+    trace: TraceWriter | None
+    eos_token_ids: tuple[int, ...]
+    seeds: np.random.Generator
+    closed = False
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int] | np.ndarray,
+        params: SamplingParams,
+    ) -> None:
+        """Queue a request. Raises ValueError, with nothing enqueued, if it can never run, and
+        RuntimeError after `close`."""
+        if not isinstance(request_id, str) or not request_id.isprintable():
+            raise ValueError(f"request_id must be a printable string, got {request_id!r}")
+        if request_id in self.queues:
+            raise ValueError(f"request_id {request_id!r} is already running")
+        tokens = self.check_request(prompt_token_ids, params)
+        seed = params.seed if params.seed is not None else int(self.seeds.integers(2**63))
+        self.queues.add(
+            make_sequences(request_id, tokens, params, self.limits, self.eos_token_ids, seed)
+        )
+
+    def check_request(
+        self, prompt_token_ids: SequenceOf[int] | np.ndarray, params: SamplingParams
+    ) -> np.ndarray:
+        """The prompt as an array. Raises what `add_request` would raise; enqueues nothing."""
+        self.check_open()
+        return check_request(prompt_token_ids, params, self.limits)
+
+    def abort_request(self, request_id: str) -> None:
+        """Drop a request; nothing more comes out of it. Idempotent."""
+        self.queues.abort(request_id)
+
+    def abort_sequence(self, request_id: str, index: int) -> None:
+        """Drop one completion of a request. Idempotent."""
+        self.queues.abort(request_id, index)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.queues.has_unfinished
+
+    @property
+    def max_model_length(self) -> int:
+        return self.limits.max_model_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self.limits.vocab_size
+
+    def describe(self) -> dict[str, object]:
+        """Effective settings, for the banner and for benchmark results."""
+        return self.runner.describe()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("the engine is closed")
+
+    def close(self) -> None:
+        """Drop all requests and release memory and files. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.queues.clear()
+        self.runner.close()
+        if self.trace is not None:
+            self.trace.close()
