@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, get_args, get_origin
 
 import msgspec
 import pydantic
@@ -30,6 +31,9 @@ EXIT_PIPE_CLOSED = 128 + 13  # SIGPIPE
 
 DEFAULT_MAX_TOKENS = 64
 
+# Of a flag's dataclass field: makes one value of all that was given.
+COLLECT = "collect"
+
 
 def generate_main(stage: str, argv: Sequence[str] | None = None) -> NoReturn:
     """`python -m steps.NN_x.generate`: complete prompts, then exit.
@@ -42,6 +46,9 @@ def generate_main(stage: str, argv: Sequence[str] | None = None) -> NoReturn:
 
 def run_main(main: Callable[[], int]) -> NoReturn:
     """Run an entry point and exit with its status; expected failures end without a traceback."""
+    # None where the caller has closed them (`>&-`). Not every library expects that.
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no error
     logging.basicConfig(
@@ -61,6 +68,10 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         print(f"error: {one_line(error)}", file=sys.stderr)
         status = EXIT_USAGE
     sys.exit(status)
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w")  # for the rest of the process
 
 
 def one_line(error: Exception) -> str:
@@ -84,9 +95,11 @@ def flags_of(
     """A plain dataclass with the model's fields, for tyro to make flags of.
 
     Plain, so that values are checked by the model itself (see `given`) and nowhere else. A field
-    with a shorter spelling on the command line (max_model_length: --max-model-len) has both.
+    with a shorter spelling on the command line (max_model_length: --max-model-len) has both. A
+    flag of several values may be repeated, and all its values count.
     """
     annotated: Any = Annotated  # for mypy: types made at run time are no types
+    many: Any = tuple
     fields: list[tuple[str, Any, Any]] = []
     for name, info in model.model_fields.items():
         flag = (renamed or {}).get(name, name)
@@ -95,8 +108,15 @@ def flags_of(
             help=" ".join((info.description or "").split()),
             aliases=[f"--{flag.replace('_', '-')}"] if _has_short_name(info.metadata) else None,
         )
-        kind = annotated[(info.annotation, *info.metadata, described)]
-        fields.append((flag, kind, dataclasses.field(default=default)))
+        collect, item = _collection(info.annotation)
+        if collect is None:
+            kind = annotated[(info.annotation, *info.metadata, described)]
+            field = dataclasses.field(default=default)
+        else:
+            # One group of values for each time the flag is given; none: the model's default.
+            kind = annotated[many[many[item, ...], ...], described, tyro.conf.UseAppendAction]
+            field = dataclasses.field(default=(), metadata={COLLECT: collect})
+        fields.append((flag, kind, field))
     made = dataclasses.make_dataclass(title, fields)
     made.__doc__ = ""  # or the generated signature would be printed as the group's help
     return made
@@ -104,11 +124,25 @@ def flags_of(
 
 def given(flags: object) -> dict[str, Any]:
     """The flags that differ from their defaults, by field name."""
-    return {
-        field.name: getattr(flags, field.name)
-        for field in dataclasses.fields(flags)  # type: ignore[arg-type]
-        if getattr(flags, field.name) != field.default
-    }
+    values = {}
+    for field in dataclasses.fields(flags):  # type: ignore[arg-type]
+        value = getattr(flags, field.name)
+        if value != field.default:
+            collect = field.metadata.get(COLLECT)
+            values[field.name] = collect(itertools.chain(*value)) if collect else value
+    return values
+
+
+def _collection(annotation: Any) -> tuple[Callable[[Any], Any] | None, Any]:
+    """(tuple, T) for tuple[T, ...], (dict, pair) for a dict, None allowed besides; else nothing."""
+    for kind in (annotation, *get_args(annotation)):
+        arguments = get_args(kind)
+        if get_origin(kind) is tuple and arguments[1:] == (...,):
+            return tuple, arguments[0]
+        if get_origin(kind) is dict:
+            pair: Any = tuple
+            return dict, pair[arguments]
+    return None, None
 
 
 def _has_short_name(metadata: Sequence[Any]) -> bool:
@@ -180,9 +214,8 @@ def _sampling_params(flags: Any, config: EngineConfig) -> SamplingParams:
 
     So the same command gives the same text whatever other prompts it has, and in every stage.
     """
-    values = dataclasses.asdict(flags)
-    request_seed = values.pop("request_seed")
-    return SamplingParams(**values, seed=config.seed if request_seed is None else request_seed)
+    values = {"max_tokens": DEFAULT_MAX_TOKENS, "request_seed": config.seed, **given(flags)}
+    return SamplingParams(seed=values.pop("request_seed"), **values)
 
 
 def _complete(
@@ -212,10 +245,12 @@ def _as_json(output: RequestOutput) -> str:
     """The first completion's fields, and all completions under "outputs" when there are several."""
     record = {"prompt_token_ids": output.prompt_token_ids, **_completion(output.outputs[0])}
     if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = msgspec.to_builtins(output.prompt_logprobs)
+        record["prompt_logprobs"] = output.prompt_logprobs
     if len(output.outputs) > 1:
         record["outputs"] = [_completion(completion) for completion in output.outputs]
-    return json.dumps(record)
+    # By way of msgspec, which knows the logprobs and writes null for what JSON has no number for.
+    # json.dumps escapes what is not ASCII, so that no terminal's encoding can spoil it.
+    return json.dumps(msgspec.json.decode(msgspec.json.encode(record)))
 
 
 def _completion(completion: CompletionOutput) -> dict[str, Any]:
@@ -225,7 +260,7 @@ def _completion(completion: CompletionOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
     }
     if completion.logprobs is not None:
-        record["logprobs"] = msgspec.to_builtins(completion.logprobs)
+        record["logprobs"] = completion.logprobs
     return record
 
 

@@ -55,7 +55,7 @@ class EngineConfig(BaseModel):
     kvcache_block_size: Positive | Literal["auto"] = "auto"
     """Tokens per block. auto: 16 with triton and torch, 256 with flash_attn."""
     attention_backend: Literal["auto", "triton", "flash_attn", "torch"] = "auto"
-    """auto: chosen from a table of measurements; torch on cpu."""
+    """auto: triton where it can run (bench/results/kernels_h200.json says why), else torch."""
     enable_prefix_caching: bool = True
     """Reuse the KV of full blocks whose tokens, and all tokens before them, are the same."""
     enforce_eager: bool = False

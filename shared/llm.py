@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -36,17 +37,21 @@ logger = logging.getLogger(__name__)
 class OfflineLLM:
     """An engine and the loop that drives it.
 
-    Keyword arguments are the fields of the stage's Config. Not for use from several threads;
-    a `generate` while a stream is open is fine, they share the steps.
+    Keyword arguments are the fields of the stage's Config. A `generate` while a stream is open is
+    fine, they share the steps. Threads have to take turns: one that meets another inside the
+    engine gets a RuntimeError.
     """
 
     engine_class: ClassVar[type[Any]]  # a class that implements shared.engine.protocol.Engine
     config_class: ClassVar[type[EngineConfig]] = EngineConfig
 
-    def __init__(self, model: str | None = None, **config: Any) -> None:
-        """Raises ValueError naming the field, or FileNotFoundError, if this cannot work."""
+    def __init__(self, model: str | os.PathLike[str] | None = None, **config: Any) -> None:
+        """Raises ValueError naming the field, or OSError naming the file, if this cannot work."""
+        if isinstance(model, os.PathLike):
+            model = os.fspath(model)
         self.config = self.config_class(model=model, **config)
         self.engine: Engine = self.engine_class(self.config)
+        self._lock = threading.RLock()  # reentrant: a stream may be collected, so closed, in a step
         self._ids = itertools.count()
         self._requests: dict[str, _Request] = {}  # unfinished, of all calls in progress
 
@@ -116,7 +121,7 @@ class OfflineLLM:
         if request.params.n != 1:
             raise ValueError(f"a stream shows one completion, got n={request.params.n}")
         request.processors = [OutputProcessor(self.tokenizer, request.params)]
-        return TextStream(self._stream(request), request.output)
+        return TextStream(self._stream(request), request.output, lambda: self._end([request]))
 
     def close(self) -> None:
         """Release the engine. Idempotent."""
@@ -202,7 +207,7 @@ class OfflineLLM:
     def _enqueued(self, requests: list[_Request]) -> Iterator[None]:
         """However the block ends, none of its requests is left in the engine."""
         try:
-            with _interrupt_afterwards():
+            with _interrupt_afterwards(), self._alone():
                 for request in requests:
                     self._requests[request.id] = request
                     self.engine.add_request(
@@ -210,21 +215,34 @@ class OfflineLLM:
                     )
             yield
         finally:
-            with _interrupt_afterwards():
-                for request in requests:
-                    if self._requests.pop(request.id, None) is not None:
-                        self.engine.abort_request(request.id)
+            self._end(requests)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The engine for this thread, which does not wait: others' requests would be in its way."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("another thread is using this LLM: threads have to take turns")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _step(self) -> float:
         """One step of the engine; returns the time after it."""
-        with _interrupt_afterwards():
+        with _interrupt_afterwards(), self._alone():
             outputs = self.engine.step()
             now = time.perf_counter()
             self._take(outputs, now)
-        if not outputs and not self.engine.has_unfinished_requests():
-            lost = ", ".join(self._requests)
-            raise RuntimeError(f"the engine is idle but has not finished requests {lost}")
+            if not outputs and self._requests and not self.engine.has_unfinished_requests():
+                lost = ", ".join(self._requests)
+                raise RuntimeError(f"the engine is idle but has not finished requests {lost}")
         return now
+
+    def _end(self, requests: list[_Request]) -> None:
+        """Abort what has not finished. Waits for the step of another thread, which is in error."""
+        with _interrupt_afterwards(), self._lock:
+            for request in requests:
+                self._abort(request)
 
     def _take(self, outputs: list[StepOutput], now: float) -> None:
         """Hundreds of outputs per step come through here: the common case stays short."""
@@ -246,7 +264,8 @@ class OfflineLLM:
             if output.prompt_logprobs is not None:
                 request.output.prompt_logprobs = output.prompt_logprobs
             if output.error is not None:
-                self._fail(request, output.error, now)
+                logger.error("request %s failed: %s", request.id, output.error)
+                self._abort(request, output.error)
             elif finish_reason is not None:
                 self._finish(request, output.index, finish_reason, now)
 
@@ -276,12 +295,13 @@ class OfflineLLM:
         request.num_unfinished -= 1
         if request.is_finished:
             request.output.metrics.finished_time = now
-            del self._requests[request.id]
+            self._requests.pop(request.id, None)
 
-    def _fail(self, request: _Request, error: str, now: float) -> None:
-        """End all of the request that has not ended."""
-        logger.error("request %s failed: %s", request.id, error)
-        self.engine.abort_request(request.id)
+    def _abort(self, request: _Request, error: str | None = None) -> None:
+        """End all of the request that has not ended, whether or not it has been enqueued."""
+        if request.id in self._requests:
+            self.engine.abort_request(request.id)
+        now = time.perf_counter()
         for index, completion in enumerate(request.output.outputs):
             if completion.finish_reason is None:
                 if request.processors is not None:
@@ -293,8 +313,11 @@ class OfflineLLM:
 class TextStream(Iterator[str]):
     """Pieces of text as they become certain; `output` fills meanwhile."""
 
-    def __init__(self, pieces: Generator[str, None, None], output: RequestOutput) -> None:
+    def __init__(
+        self, pieces: Generator[str, None, None], output: RequestOutput, end: Callable[[], None]
+    ) -> None:
         self._pieces = pieces
+        self._end = end
         self.output = output
 
     def __next__(self) -> str:
@@ -303,6 +326,7 @@ class TextStream(Iterator[str]):
     def close(self) -> None:
         """Abort the request if it has not finished."""
         self._pieces.close()
+        self._end()  # one that was never read as well
 
 
 class _Request:

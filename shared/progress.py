@@ -22,7 +22,8 @@ class ProgressBar:
     def __init__(self, outputs: list[RequestOutput], enabled: bool) -> None:
         self._outputs = outputs
         self._started = time.perf_counter()
-        shown = enabled and sys.stderr.isatty()
+        # None: the caller has closed it.
+        shown = enabled and sys.stderr is not None and sys.stderr.isatty()
         self._next_draw = self._started + self.DELAY if shown else math.inf
         self._bar: Progress | None = None
 

@@ -6,6 +6,7 @@ Over the `tokenizers` library alone: `transformers` is only what the tests compa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +19,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 
-from shared.models.config import read_json_object
+from shared.models.config import check_file, is_given, read_json_object
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+
+TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
 class Tokenizer:
@@ -55,7 +58,7 @@ class Tokenizer:
         """
         backend = _read_backend(directory / TOKENIZER_FILE)
         config_file = directory / TOKENIZER_CONFIG_FILE
-        config = read_json_object(config_file) if config_file.exists() else {}
+        config = read_json_object(config_file) if is_given(config_file) else {}
         named = _named_tokens(config_file, config)
         _add_declared_tokens(backend, config_file, config, named)
         variables = {name: token.content for name, token in named.items()}
@@ -120,8 +123,7 @@ class Tokenizer:
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
-    if not file.exists():
-        raise FileNotFoundError(f"{file}: no such file")
+    check_file(file)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more specific
@@ -162,8 +164,7 @@ def _add_declared_tokens(
 ) -> None:
     """Tokens that only tokenizer_config.json knows, or that only it calls special."""
     decoder = config.get("added_tokens_decoder") or {}
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if not isinstance(decoder, dict) or not all(str(token_id).isdecimal() for token_id in decoder):
+    if not isinstance(decoder, dict) or not all(map(TOKEN_ID.fullmatch, decoder)):
         raise ValueError(f"{config_file}: added_tokens_decoder must map token ids to tokens")
     for token_id, value in sorted(decoder.items(), key=lambda item: int(item[0])):
         token = _added_token(config_file, f"added_tokens_decoder.{token_id}", value)
@@ -177,8 +178,13 @@ def _add_declared_tokens(
     special = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special
     }
+    older, newer = "additional_special_tokens", "extra_special_tokens"
+    name = newer if config.get(newer) else older
+    extra = config.get(name) or []
+    if not isinstance(extra, list | dict):
+        raise ValueError(f"{config_file}: {name} must be a list or a table, got {extra!r}")
     values = extra.values() if isinstance(extra, dict) else extra
-    declared = [_added_token(config_file, "extra_special_tokens", value) for value in values]
+    declared = [_added_token(config_file, name, value) for value in values]
     for token in [*named.values(), *declared]:
         if token.content not in special:
             backend.add_special_tokens([token])
@@ -187,7 +193,8 @@ def _add_declared_tokens(
 def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, Template]:
     """Chat templates by name; a single one is called "default"."""
     file = directory / TEMPLATE_FILE
-    if file.exists():
+    if is_given(file):
+        check_file(file)
         try:
             sources: Any = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -204,7 +211,7 @@ def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, Templa
     try:
         for source in sources:
             templates[str(source["name"])] = environment.from_string(source["template"])
-    except (TemplateError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # a compiler at work on anything at all, nested however deep
         raise ValueError(f"{file}: not a usable chat template: {error}") from error
     return templates
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def names() -> list[str]:
@@ -21,3 +23,18 @@ def load(name: str) -> ModuleType:
     if name not in names():
         raise ValueError(f"no stage {name!r}; there are: {', '.join(names())}")
     return importlib.import_module(f"steps.{name}")
+
+
+def lazily(package: str, **module_of: str) -> Callable[[str], Any]:
+    """A package's `__getattr__` that imports names when they are first asked for.
+
+    For what needs torch, whose import takes seconds: `--help` does without, and Ctrl-C meanwhile
+    reaches the entry point, which can end cleanly.
+    """
+
+    def get(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of[name], package), name)
+
+    return get

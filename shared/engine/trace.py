@@ -68,6 +68,7 @@ class TraceWriter:
     def __init__(self, path: str) -> None:
         """Raises ValueError naming the option if the file cannot be written."""
         try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "wb")  # noqa: SIM115 (close() closes it)
         except (OSError, ValueError) as error:
             raise ValueError(f"trace={path!r} cannot be written: {error}") from error

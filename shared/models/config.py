@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,12 @@ REAL_CONFIGS = Path(__file__).parent / "configs"
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "yarn")
+# Sizes are int32 on the device. Layers are built one by one, so a wrong number must end earlier.
+LARGEST = 2**31 - 1
+MOST_LAYERS = 1024
+# Numbers are used in float32; within these, so are their squares' roots and products with a size.
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
+
 # The rest of YaRN's options in the wild change the tables; ignoring one would be a wrong answer.
 YARN_FIELDS = frozenset(
     {"type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings"}
@@ -61,14 +67,16 @@ class ModelConfig:
 def load_model_config(directory: Path) -> ModelConfig:
     """Read `directory`/config.json and, where there is one, generation_config.json.
 
-    Raises FileNotFoundError (no directory, no config.json) or ValueError; both name the file, and
-    the field where it is one field's fault.
+    Raises OSError (no directory, one that may not be read, no config.json) or ValueError; both name
+    the file, and the field where it is one field's fault.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory}: no such directory")
+    if not os.access(directory, os.R_OK | os.X_OK):
+        raise PermissionError(f"{directory}: no permission to read this directory")
     eos_token_ids: tuple[int, ...] = ()
     generation = directory / GENERATION_CONFIG_FILE
-    if generation.exists():
+    if is_given(generation):
         eos_token_ids = Fields(generation, read_json_object(generation)).token_ids("eos_token_id")
     return _read_config(directory / CONFIG_FILE, eos_token_ids)
 
@@ -86,12 +94,26 @@ def real_model_names() -> list[str]:
     return sorted(path.stem for path in REAL_CONFIGS.glob("*.json"))
 
 
+def is_given(path: Path) -> bool:
+    """Whether there is an optional file. A link to nowhere is one, and an error once it is read:
+    going on without what it stands for would silently be another model."""
+    return os.path.lexists(path)
+
+
+def check_file(path: Path) -> None:
+    """Raises FileNotFoundError or ValueError, naming the file, unless it can be opened and read to
+    its end: a named pipe would be waited for."""
+    if not is_given(path):
+        raise FileNotFoundError(f"{path}: no such file")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: not a regular file, or a link that leads to none")
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object. FileNotFoundError or ValueError, naming the file."""
+    check_file(path)
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
@@ -116,20 +138,25 @@ class Fields:
     def get(self, name: str) -> Any:
         return self.values.get(name)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def integer(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
+        """A positive integer, at most `most`."""
         value = self._required(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, f"must be a positive integer, got {value!r}")
+        if value > most:
+            raise self.error(name, f"must be at most {most}, got {value}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """A positive number that float32 can hold."""
         value = self._required(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.error(name, f"must be a number, got {value!r}")
-        if not 0 < value <= sys.float_info.max:  # false for NaN too
-            raise self.error(name, f"must be positive and finite, got {value!r}")
+        if not SMALLEST_NUMBER <= value <= LARGEST_NUMBER:  # false for NaN too
+            raise self.error(
+                name,
+                f"must be positive, from {SMALLEST_NUMBER} to {LARGEST_NUMBER}, got {value!r}",
+            )
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -170,8 +197,13 @@ def _read_config(path: Path, more_eos_token_ids: tuple[int, ...]) -> ModelConfig
     rope = _rope_fields(fields)
     max_position_embeddings = fields.integer("max_position_embeddings")
     rope_scaling = _rope_scaling(fields, rope, max_position_embeddings)
+    rope_theta = (fields if rope.get("rope_theta") is None else rope).number("rope_theta")
     if rope_scaling is not None:
         extended = rope_scaling.factor * rope_scaling.original_max_position_embeddings
+        if extended > LARGEST:
+            raise rope.error("factor", f"= {rope_scaling.factor} gives {extended:.3g} positions")
+        if rope_theta <= 1:
+            raise fields.error("rope_theta", f"must be above 1 with YaRN, got {rope_theta}")
         max_position_embeddings = max(max_position_embeddings, int(extended))
     vocab_size = fields.integer("vocab_size")
     num_attention_heads = fields.integer("num_attention_heads")
@@ -180,13 +212,13 @@ def _read_config(path: Path, more_eos_token_ids: tuple[int, ...]) -> ModelConfig
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
+        num_hidden_layers=fields.integer("num_hidden_layers", most=MOST_LAYERS),
         num_attention_heads=num_attention_heads,
         num_key_value_heads=fields.integer("num_key_value_heads", num_attention_heads),
         # Not hidden_size / heads: Qwen3 chooses it freely, and 128 is what an absent one means.
         head_dim=fields.integer("head_dim", 128),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=(fields if rope.get("rope_theta") is None else rope).number("rope_theta"),
+        rope_theta=rope_theta,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shared.models.config import ModelConfig, load_model_config, real_model_config, real_model_names
+from shared.models.config import (
+    ModelConfig,
+    is_given,
+    load_model_config,
+    real_model_config,
+    real_model_names,
+)
 from shared.models.hub import resolve_model
 from shared.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -21,7 +27,7 @@ class ModelFiles:
 
     @classmethod
     def find(cls, model: str | None, load_format: Literal["auto", "dummy"]) -> ModelFiles:
-        """Raises ValueError or FileNotFoundError naming the model or file that is wrong."""
+        """Raises ValueError or OSError naming the model or file that is wrong."""
         if load_format == "dummy" and model in real_model_names():
             return cls(real_model_config(model), weights=None, directory=None)
         directory = resolve_model(model)
@@ -30,6 +36,6 @@ class ModelFiles:
 
     def tokenizer(self) -> Tokenizer | None:
         """None where there is none: the engine itself needs token ids only."""
-        if self.directory is None or not (self.directory / TOKENIZER_FILE).exists():
+        if self.directory is None or not is_given(self.directory / TOKENIZER_FILE):
             return None
         return Tokenizer.from_directory(self.directory)

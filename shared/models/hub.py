@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from shared.models.config import real_model_names
+
+logger = logging.getLogger(__name__)
 
 BUNDLED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "tiny"
 
 # What loading reads; subfolders hold other formats of the same weights (onnx, original).
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 UNWANTED_FILES = ["*/*"]
+
+# Seconds that a hub may be silent. Its client waits for ever for the answers to some requests.
+HUB_TIMEOUT = 10.0
 
 
 def resolve_model(model: str | None) -> Path:
@@ -46,8 +53,15 @@ def _looks_like_path(model: str) -> bool:
 
 def _download(model_id: str) -> Path:
     # Deferred: a local directory needs neither the library nor its HTTP client.
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, get_session, snapshot_download
 
+    logger.info(
+        "model %s: fetching from %s what is not in %s",
+        model_id,
+        constants.ENDPOINT,
+        constants.HF_HUB_CACHE,
+    )
+    get_session().event_hooks["request"].append(_limit_wait)
     try:
         path = snapshot_download(
             model_id, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES
@@ -72,6 +86,14 @@ def _download(model_id: str) -> Path:
             f"{_first_line(error)}"
         ) from error
     return Path(path)
+
+
+def _limit_wait(request: Any) -> None:
+    """A hook of the HTTP client: no phase (connect, read, ...) of any request without a limit."""
+    limits = request.extensions["timeout"]
+    request.extensions["timeout"] = {
+        phase: HUB_TIMEOUT if limit is None else limit for phase, limit in limits.items()
+    }
 
 
 def _first_line(error: Exception) -> str:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from shared.layers.linear import WeightTarget
-from shared.models.config import Fields, read_json_object
+from shared.models.config import Fields, check_file, is_given, read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +113,9 @@ def _stream(seed: int, name: str) -> int:
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint, by name."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if single.exists():
+    if is_given(single):
         return _read_header(single)
-    if not index.exists():
+    if not is_given(index):
         found = ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
         raise FileNotFoundError(
             f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; found: {found}"
@@ -124,7 +124,7 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for file_name in sorted(set(file_of.values())):
         shard = directory / file_name
-        if not shard.exists():
+        if not is_given(shard):
             raise FileNotFoundError(f"{shard}: no such file, but {INDEX_FILE} names it")
         header = _read_header(shard)
         listed = {name for name, holder in file_of.items() if holder == file_name}
@@ -167,6 +167,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 @contextmanager
 def _opened(file: Path, device: torch.device) -> Iterator[Any]:
     """A safetensors file, mapped into memory; slices of it arrive on `device`."""
+    check_file(file)
     try:
         handle = safe_open(file, framework="pt", device=str(device))
     except (SafetensorError, OSError) as error:
