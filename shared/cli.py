@@ -136,6 +136,8 @@ def given(flags: object) -> dict[str, Any]:
 def _collection(annotation: Any) -> tuple[Callable[[Any], Any] | None, Any]:
     """(tuple, T) for tuple[T, ...], (dict, pair) for a dict, None allowed besides; else nothing."""
     for kind in (annotation, *get_args(annotation)):
+        if get_origin(kind) is Annotated:
+            kind = get_args(kind)[0]
         arguments = get_args(kind)
         if get_origin(kind) is tuple and arguments[1:] == (...,):
             return tuple, arguments[0]

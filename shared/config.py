@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 # flash-attn 2 reads pages in units of 256 tokens and refuses any other size.
 FLASH_ATTN_BLOCK_SIZE = 256
@@ -89,3 +96,22 @@ class EngineConfig(BaseModel):
     def replace(self, **changes: Any) -> EngineConfig:
         """A validated copy with some fields changed."""
         return type(self)(**{**self.model_dump(), **changes})
+
+
+class ChunkedPrefillConfig(EngineConfig):
+    """What stages add that can compute a prompt in pieces. Sizes are clamped: to
+    max_num_batched_tokens, and a chunk to what a step may prefill. The fields hold what is in
+    effect."""
+
+    max_prefill_tokens_per_step: Annotated[Positive, Field(validate_default=True)] = 8192
+    """Most prompt tokens of a step. Smaller: shorter gaps between the tokens of what decodes
+    meanwhile, and a later first token."""
+    max_prefill_chunk_size: Annotated[Positive, Field(validate_default=True)] = 4096
+    """Most tokens of one prompt in a step; the rest of the step is for the prompts behind it."""
+
+    @field_validator("max_prefill_tokens_per_step", "max_prefill_chunk_size")
+    @classmethod
+    def _clamp(cls, value: int, info: ValidationInfo) -> int:
+        # Only fields above the one being validated are there, and only if they are valid.
+        bounds = ("max_num_batched_tokens", "max_prefill_tokens_per_step")
+        return min(value, *(info.data.get(bound, value) for bound in bounds))

@@ -17,6 +17,9 @@ import pytest
 
 from shared import cli
 from shared.config import EngineConfig
+from shared.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from steps import load
+from steps import names as stage_names
 from tests.test_llm import FakeEngine, FakeLLM, ids_of
 from tests.test_output import byte_level_tokenizer
 
@@ -26,6 +29,8 @@ ROOT = Path(__file__).parent.parent
 class StageConfig(EngineConfig):
     extra_option: int = 7
     """An option that only this stage has."""
+    extra_names: tuple[str, ...] | None = None
+    """One of several values."""
 
 
 class CliEngine(FakeEngine):
@@ -99,6 +104,18 @@ def test_json_holds_all_that_was_asked_for(run: Run) -> None:
     assert run("--prompt", "a", "--logprobs", "0").status == 2
 
 
+def test_json_has_null_for_what_is_no_number() -> None:
+    odd = [{5: Logprob(float("-inf"), 1), 6: Logprob(float("nan"), 2)}]
+    completion = CompletionOutput(0, [5], "é", "stop", odd)
+    output = RequestOutput("0", None, [4], [completion], RequestMetrics(0.0), [None, *odd])
+    record = json.loads(cli._as_json(output), parse_constant=pytest.fail)
+    assert record["logprobs"] == [
+        {"5": {"logprob": None, "rank": 1}, "6": {"logprob": None, "rank": 2}}
+    ]
+    assert record["prompt_logprobs"] == [None, *record["logprobs"]]
+    assert record["text"] == "é"
+
+
 def test_several_prompts_in_words(run: Run) -> None:
     result = run("--prompt", "abc", "--prompt", "d", "--n", "2")
     assert result.out == "=== abc\n--- 0\nabc\n\n--- 1\nabc!\n\n=== d\n--- 0\nd\n\n--- 1\nd!\n\n"
@@ -134,10 +151,23 @@ def test_sampling_flags(run: Run) -> None:
     params = params_of_last_run()
     assert (params.temperature, params.top_p, params.stop) == (0, 0.5, ("x", "y"))
     assert params.max_tokens == 64
+    run("--prompt", "a", "--max-tokens", "64")
+    assert (params_of_last_run().stop, params_of_last_run().logit_bias) == ((), None)
     run("--prompt", "a", "--stop-token-ids", "3", "--logit-bias", "5", "1.5", "--ignore-eos")
     params = params_of_last_run()
     assert (params.stop_token_ids, params.logit_bias) == ((3,), {5: 1.5})
     assert params.ignore_eos
+
+
+def test_repeated_flags_add_up(run: Run) -> None:
+    run("--prompt", "a", "--stop", "x", "y", "--stop", "z", "--stop-token-ids", "3")
+    assert params_of_last_run().stop == ("x", "y", "z")
+    bias = ["--logit-bias", "5", "1.5", "6", "2", "--logit-bias", "7", "-1"]
+    run("--prompt", "a", "--stop-token-ids", "3", "--stop-token-ids", "4", *bias)
+    params = params_of_last_run()
+    assert (params.stop_token_ids, params.logit_bias) == ((3, 4), {5: 1.5, 6: 2, 7: -1})
+    run("--prompt", "a", "--extra-names", "u", "--extra-names", "v", "w")
+    assert CliEngine.latest.config.extra_names == ("u", "v", "w")  # type: ignore[attr-defined]
 
 
 def test_seed_is_the_engine_s_and_the_request_s_unless_that_has_its_own(run: Run) -> None:
@@ -245,3 +275,62 @@ def test_ctrl_c_ends_cleanly() -> None:
     assert process.returncode == cli.EXIT_INTERRUPTED
     assert len(out) < 89
     assert "Traceback" not in err
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    python = f"{sys.executable} -m steps.00_baseline.generate"
+    return subprocess.run(
+        ["sh", "-c", command.replace("generate", python)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_closed_output_is_no_failure() -> None:
+    options = "generate --prompt hi --max-tokens 3 --num-kvcache-blocks 9"
+    without_errors = shell(f"{options} --stop-token-ids 0 2>&-")
+    assert without_errors.returncode == 0
+    assert "tokens/s" not in without_errors.stdout
+    without_output = shell(f"{options} >&-")
+    assert (without_output.returncode, without_output.stdout) == (0, "")
+    assert "tokens/s" in without_output.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("stage", stage_names())
+def test_help_does_without_what_is_slow_to_import(stage: str) -> None:
+    script = (
+        f"import sys, shared.cli as c\ntry: c.generate_main({stage!r}, ['--help'])\n"
+        "finally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "--max-num-seqs" in result.stdout
+    assert result.stderr == "False\n"
+    package = load(stage)
+    assert package.LLM.engine_class is package.Engine
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        _ = package.LLMs
+
+
+def test_ctrl_c_while_modules_are_imported_ends_cleanly(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)"
+    )
+    script = (
+        "import signal, shared.cli as c; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "c.generate_main('00_baseline', ['--prompt', 'hi'])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (cli.EXIT_INTERRUPTED, "")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -344,6 +345,51 @@ def test_generate_in_another_thread(llm: FakeLLM) -> None:
     assert texts == ["abc"]
 
 
+def test_threads_at_the_same_time_are_an_error(llm: FakeLLM) -> None:
+    texts: list[str] = []
+    inside, tried = threading.Event(), threading.Event()
+
+    def wait_in_the_first(number: int) -> None:
+        inside.set()
+        assert tried.wait(10)
+
+    llm.engine.before_step = wait_in_the_first
+    thread = threading.Thread(target=lambda: texts.append(llm.generate("abc")[0].text))
+    thread.start()
+    assert inside.wait(10)
+    # The one that is refused takes its requests back, for which it has to wait.
+    threading.Timer(0.1, tried.set).start()
+    with pytest.raises(RuntimeError, match="another thread is using this LLM"):
+        llm.generate("xyz")
+    thread.join(10)
+    assert texts == ["abc"]
+    assert llm.engine.added == ["0"]
+    assert llm.generate("xyz")[0].text == "xyz"
+
+
+def test_threads_never_get_wrong_texts(llm: FakeLLM) -> None:
+    problems: list[object] = []
+
+    def work(text: str) -> None:
+        for _ in range(100):
+            try:
+                outputs = llm.generate([text, text[::-1]])
+            except RuntimeError as error:
+                if "another thread" not in str(error):
+                    problems.append(error)
+            else:
+                problems.extend(o.text for o in outputs if o.text not in (text, text[::-1]))
+
+    llm.engine.before_step = lambda number: time.sleep(0)
+    threads = [threading.Thread(target=work, args=(text,)) for text in ("abcd", "xyz", "q")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert problems == []
+    assert_idle(llm)
+
+
 def test_an_engine_that_loses_a_request_is_no_endless_loop(llm: FakeLLM) -> None:
     llm.engine.reply = lambda prompt, index: [5] * 9
     llm.engine.before_step = lambda number: llm.engine._left.clear()
@@ -366,7 +412,9 @@ def test_a_stream_checks_at_once_and_enqueues_when_read(llm: FakeLLM) -> None:
             llm.generate_stream(bad)
     with pytest.raises(ValueError, match="n=2"):
         llm.generate_stream("a", SamplingParams(n=2))
-    llm.generate_stream("a").close()
+    unread = llm.generate_stream("a")
+    unread.close()
+    assert unread.output.finish_reason == "abort"
     assert llm.engine.added == []
 
 
@@ -375,6 +423,9 @@ def test_a_stream_left_early_is_aborted(llm: FakeLLM) -> None:
     assert next(stream) == "a"
     stream.close()
     assert llm.engine.aborted == [("0", None)]
+    assert (stream.output.finish_reason, stream.output.text) == ("abort", "a")
+    assert stream.output.metrics.finished_time is not None
+    assert list(stream) == []
     assert_idle(llm)
 
 
@@ -413,6 +464,10 @@ def test_close(llm: FakeLLM) -> None:
     assert llm.engine.is_closed
 
 
+def test_the_model_may_be_a_path() -> None:
+    assert FakeLLM(Path("some") / "where").config.model == "some/where"
+
+
 def test_config_errors_name_the_field() -> None:
     with pytest.raises(ValueError, match="max_num_sequences"):
         FakeLLM(max_num_sequences=0)
@@ -437,4 +492,6 @@ def test_progress_is_for_long_work_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", terminal)
     llm.generate(["abcdef", "ab"], use_tqdm=enabled)
     assert ("1/2" in terminal.getvalue()) == shown
+    monkeypatch.setattr(sys, "stderr", None)  # closed
+    assert llm.generate("ab", use_tqdm=enabled)[0].text == "ab"
     assert ("tokens/s" in terminal.getvalue()) == shown

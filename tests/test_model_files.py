@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -221,6 +222,19 @@ def test_end_tokens_are_the_union_of_both_files(
         ({"rope_parameters": {"rope_theta": -1}}, r"rope_parameters\.rope_theta must be positive"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be positive"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be positive"),
+        ({"rope_theta": 1e308}, "rope_theta must be positive, from"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", **YARN}}, "rope_theta must be above 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, "rope_scaling.factor must be"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e30}}, "rope_scaling.factor = 1e.30 gives"),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 1e308}},
+            "rope_scaling.beta_fast must be positive, from",
+        ),
+        ({"vocab_size": 10**12}, "vocab_size must be at most"),
+        ({"hidden_size": 10**30}, "hidden_size must be at most"),
+        ({"head_dim": 10**12}, "head_dim must be at most"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 1024"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings must be at most"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer"),
@@ -249,6 +263,44 @@ def test_broken_json_names_the_file(tmp_path: Path, name: str, text: str) -> Non
     write_config(tmp_path)
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"{tmp_path}/{name}"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["link to nowhere", "link to itself", "pipe", "directory"])
+def test_a_file_that_cannot_be_read_is_not_taken_for_absent(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    write_config(tmp_path)
+    block(tmp_path / name, kind)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{name}: not a regular file"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link to nowhere", "pipe"])
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path, kind: str) -> None:
+    block(tmp_path / "model.safetensors", kind)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/model\.safetensors: not a regular file"):
+        load_weights(FlatModel({}), tmp_path)
+
+
+def block(file: Path, kind: str) -> None:
+    """Something that is there and cannot be read as a file."""
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "directory":
+        file.mkdir()
+    else:
+        file.symlink_to("nowhere" if kind == "link to nowhere" else file.name)
+
+
+def test_a_directory_without_permission_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(PermissionError, match=rf"{tmp_path}: no permission"):
         load_model_config(tmp_path)
 
 
@@ -328,21 +380,25 @@ def test_wrong_models_are_named(tmp_path: Path) -> None:
 
 
 RESOLVE = """
-import sys
-from shared.models.hub import resolve_model
+import logging, sys
+from shared.models import hub
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+hub.HUB_TIMEOUT = float(sys.argv[2])
 try:
-    print(resolve_model(sys.argv[1]))
+    print(hub.resolve_model(sys.argv[1]))
 except Exception as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
 
 
-def resolve_elsewhere(model: str, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def resolve_elsewhere(
+    model: str, variables: Mapping[str, str], hub_timeout: float = 10
+) -> subprocess.CompletedProcess[str]:
     """`resolve_model` in a process of its own, because the client reads variables on import."""
     proxies = {"http_proxy", "https_proxy", "all_proxy", "hf_token"}
     clean = {name: value for name, value in os.environ.items() if name.lower() not in proxies}
     return subprocess.run(
-        [sys.executable, "-c", RESOLVE, model],
+        [sys.executable, "-c", RESOLVE, model, str(hub_timeout)],
         env={**clean, **variables},
         cwd=Path(__file__).parent.parent,
         capture_output=True,
@@ -404,6 +460,18 @@ def test_hub_failures_name_the_id_and_what_to_do(tmp_path: Path) -> None:
         last = result.stderr.strip().splitlines()[-1]
         assert last.startswith("FileNotFoundError: ")
         assert re.search(hint, last), result.stderr
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    with HubServer({}) as hub, socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        environment = {**hub.environment(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+        result = resolve_elsewhere("a/b", environment, hub_timeout=0.5)
+    first, *_, last = result.stderr.strip().splitlines()
+    assert first == f"INFO model a/b: fetching from http://127.0.0.1:{port} what is not in " + str(
+        tmp_path / "hub"
+    )
+    assert re.search("FileNotFoundError: model 'a/b' could not be fetched.*timed out", last)
 
 
 # ---- weights

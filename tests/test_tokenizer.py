@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
 from datetime import datetime
 from pathlib import Path
@@ -238,9 +239,17 @@ def test_tokens_declared_in_the_config_count(tmp_path: Path, extra: str) -> None
         ({"added_tokens_decoder": {"9999": {"content": "<a>"}}}, "'<a>' the id 9999"),
         ({"added_tokens_decoder": {"x": {"content": "<a>"}}}, "added_tokens_decoder"),
         ({"added_tokens_decoder": {"325": 3}}, r"added_tokens_decoder\.325"),
+        ({"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}, "added_tokens_decoder"),
         ({"added_tokens_decoder": []}, None),
         ({"eos_token": {"lstrip": True}}, "eos_token"),
         ({"extra_special_tokens": [3]}, "extra_special_tokens"),
+        ({"extra_special_tokens": "abc"}, "extra_special_tokens must be a list"),
+        ({"additional_special_tokens": 5}, "additional_special_tokens must be a list"),
+        ({"additional_special_tokens": True}, "additional_special_tokens must be a list"),
+        ({"additional_special_tokens": ["<a>", 5]}, "additional_special_tokens must be a text"),
+        ({"eos_token": "\ud800"}, "eos_token must be a text"),
+        ({"chat_template": "{{" + "(" * 5000 + ")" * 5000 + "}}"}, "chat template"),
+        ({"chat_template": "{% for a in b %}" * 30 + "{% endfor %}" * 30}, "chat template"),
         ({"chat_template": "{% if %}"}, "chat template"),
         ({"chat_template": [{"name": "default"}]}, "chat template"),
         ({"chat_template": 3}, "chat template"),
@@ -264,6 +273,22 @@ def test_broken_file_is_named(tmp_path: Path, name: str, text: str) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"{tmp_path}/{name}"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["link to nowhere", "link to itself", "pipe"])
+def test_a_file_that_cannot_be_read_is_not_taken_for_absent(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    write_tokenizer(tmp_path)
+    file = tmp_path / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("nowhere" if kind == "link to nowhere" else name)
+    with pytest.raises(ValueError, match=f"{file}: not a regular file"):
         Tokenizer.from_directory(tmp_path)
 
 

@@ -3,6 +3,6 @@
 from shared.config import EngineConfig as Config
 from steps import lazily
 
-__all__ = ["LLM", "Config", "Engine"]
+__all__ = ["LLM", "Config", "Engine", "Scheduler"]
 
-__getattr__ = lazily(__name__, Engine=".engine", LLM=".llm")
+__getattr__ = lazily(__name__, Engine=".engine", LLM=".llm", Scheduler=".scheduler")

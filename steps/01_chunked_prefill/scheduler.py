@@ -34,8 +34,7 @@ class Scheduler:
             self.config.max_num_batched_tokens - len(decodes.sequences),
         )
         budget = self._continue_prompts(prefills, prompts, budget)
-        # Whoever had to give its blocks back in this step would be the first to ask for them.
-        if not (decodes.preempted or prefills.preempted):
+        if self._may_admit(decodes, prefills, budget):
             self._admit_prompts(prefills, decodes.sequences, prompts, budget)
         return self._combine(decodes, prefills)
 
@@ -103,6 +102,10 @@ class Scheduler:
             schedule.add(sequence, chunk)
             budget -= chunk
             reserved += manager.num_blocks_needed(sequence, sequence.num_uncomputed_tokens)
+
+    def _may_admit(self, decodes: Schedule, prefills: Schedule, budget: int) -> bool:
+        # Whoever had to give its blocks back in this step would be the first to ask for them.
+        return not (decodes.preempted or prefills.preempted)
 
     def _combine(self, decodes: Schedule, prefills: Schedule) -> Schedule:
         """Both in one step, rows in order of admission: no boundary between decodes and chunks, so

@@ -4,6 +4,6 @@ from steps import lazily
 
 from .config import Config
 
-__all__ = ["LLM", "Config", "Engine"]
+__all__ = ["LLM", "Config", "Engine", "Scheduler"]
 
-__getattr__ = lazily(__name__, Engine=".engine", LLM=".llm")
+__getattr__ = lazily(__name__, Engine=".engine", LLM=".llm", Scheduler=".scheduler")

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from shared.config import EngineConfig, Positive
+from shared.config import ChunkedPrefillConfig
 
 
-class Config(EngineConfig):
-    """Sizes of prefills are clamped: to max_num_batched_tokens, and a chunk to what a step may
-    prefill. The fields hold what is in effect."""
+class Config(ChunkedPrefillConfig):
+    """Sizes of prefills, and how long they may let decodes have the step for themselves."""
 
-    max_prefill_tokens_per_step: Annotated[Positive, Field(validate_default=True)] = 8192
-    """Most prompt tokens of a step. Smaller: shorter gaps between the tokens of what decodes
-    meanwhile, and a later first token."""
-    max_prefill_chunk_size: Annotated[Positive, Field(validate_default=True)] = 4096
-    """Most tokens of one prompt in a step; the rest of the step is for the prompts behind it."""
     max_prefill_defer: Annotated[int, Field(ge=0)] = 3
     """Most steps in a row for which waiting prompts let the running decodes have the step for
     themselves."""
-
-    @field_validator("max_prefill_tokens_per_step", "max_prefill_chunk_size")
-    @classmethod
-    def _clamp(cls, value: int, info: ValidationInfo) -> int:
-        # Only fields above the one being validated are there, and only if they are valid.
-        bounds = ("max_num_batched_tokens", "max_prefill_tokens_per_step")
-        return min(value, *(info.data.get(bound, value) for bound in bounds))
