@@ -52,6 +52,7 @@ class OfflineLLM:
         self.config = self.config_class(model=model, **config)
         self.engine: Engine = self.engine_class(self.config)
         self._lock = threading.RLock()  # reentrant: a stream may be collected, so closed, in a step
+        self._inside: int | None = None  # the thread that adds requests or makes a step
         self._ids = itertools.count()
         self._requests: dict[str, _Request] = {}  # unfinished, of all calls in progress
 
@@ -219,13 +220,15 @@ class OfflineLLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """The engine for this thread, which does not wait: others' requests would be in its way."""
-        if not self._lock.acquire(blocking=False):
+        """The engine for this thread alone. Finding another one inside is its user's mistake."""
+        if self._inside not in (None, threading.get_ident()):
             raise RuntimeError("another thread is using this LLM: threads have to take turns")
-        try:
-            yield
-        finally:
-            self._lock.release()
+        with self._lock:
+            self._inside = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._inside = None
 
     def _step(self) -> float:
         """One step of the engine; returns the time after it."""
@@ -239,7 +242,7 @@ class OfflineLLM:
         return now
 
     def _end(self, requests: list[_Request]) -> None:
-        """Abort what has not finished. Waits for the step of another thread, which is in error."""
+        """Abort what has not finished, between steps, whichever thread makes them."""
         with _interrupt_afterwards(), self._lock:
             for request in requests:
                 self._abort(request)

@@ -147,13 +147,15 @@ def _named_tokens(config_file: Path, config: dict[str, Any]) -> dict[str, AddedT
 def _added_token(config_file: Path, where: str, value: Any) -> AddedToken:
     """A token given as text, or as the table that `transformers` writes for an AddedToken."""
     if isinstance(value, str):
-        return AddedToken(value, special=True)
+        value = {"content": value, "special": True}
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise ValueError(f"{config_file}: {where} must be a text or a table with one in `content`")
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return AddedToken(
-        value["content"], **{flag: bool(value[flag]) for flag in flags if flag in value}
-    )
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    flags = {name: bool(value[name]) for name in names if name in value}
+    try:
+        return AddedToken(value["content"], **flags)
+    except UnicodeError as error:  # JSON can spell half a character
+        raise ValueError(f"{config_file}: {where} is not valid Unicode: {error}") from error
 
 
 def _add_declared_tokens(

@@ -345,9 +345,16 @@ def test_generate_in_another_thread(llm: FakeLLM) -> None:
     assert texts == ["abc"]
 
 
-def test_threads_at_the_same_time_are_an_error(llm: FakeLLM) -> None:
+def test_threads_at_the_same_time_are_an_error(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts: list[str] = []
     inside, tried = threading.Event(), threading.Event()
+    end = llm._end
+
+    def clean_up(requests: list[Any]) -> None:
+        tried.set()
+        end(requests)  # waits for the other thread's step
 
     def wait_in_the_first(number: int) -> None:
         inside.set()
@@ -357,8 +364,7 @@ def test_threads_at_the_same_time_are_an_error(llm: FakeLLM) -> None:
     thread = threading.Thread(target=lambda: texts.append(llm.generate("abc")[0].text))
     thread.start()
     assert inside.wait(10)
-    # The one that is refused takes its requests back, for which it has to wait.
-    threading.Timer(0.1, tried.set).start()
+    monkeypatch.setattr(llm, "_end", clean_up)
     with pytest.raises(RuntimeError, match="another thread is using this LLM"):
         llm.generate("xyz")
     thread.join(10)

@@ -247,7 +247,7 @@ def test_tokens_declared_in_the_config_count(tmp_path: Path, extra: str) -> None
         ({"additional_special_tokens": 5}, "additional_special_tokens must be a list"),
         ({"additional_special_tokens": True}, "additional_special_tokens must be a list"),
         ({"additional_special_tokens": ["<a>", 5]}, "additional_special_tokens must be a text"),
-        ({"eos_token": "\ud800"}, "eos_token must be a text"),
+        ({"eos_token": "\ud800"}, "eos_token is not valid Unicode"),
         ({"chat_template": "{{" + "(" * 5000 + ")" * 5000 + "}}"}, "chat template"),
         ({"chat_template": "{% for a in b %}" * 30 + "{% endfor %}" * 30}, "chat template"),
         ({"chat_template": "{% if %}"}, "chat template"),

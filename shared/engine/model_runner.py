@@ -99,9 +99,12 @@ class ModelRunner:
                 device=self.device,
             )
         )
-        self.model = MODELS[model_config.architecture](
-            model_config, self.dtype, self.device, self.backend, self.max_model_length, tp
-        ).eval()
+        try:
+            self.model = MODELS[model_config.architecture](
+                model_config, self.dtype, self.device, self.backend, self.max_model_length, tp
+            ).eval()
+        except RuntimeError as error:  # torch's, when memory ends
+            raise ValueError(f"the model does not fit on {self.device}: {error}") from error
         if directory is None:
             initialize_dummy(self.model, config.seed, model_config.initializer_range)
         else:
