@@ -61,7 +61,10 @@ def _download(model_id: str) -> Path:
         constants.ENDPOINT,
         constants.HF_HUB_CACHE,
     )
-    get_session().event_hooks["request"].append(_limit_wait)
+    # snapshot_download has no argument for this, and its first request waits without limit.
+    hooks = get_session().event_hooks["request"]
+    if _limit_wait not in hooks:
+        hooks.append(_limit_wait)
     try:
         path = snapshot_download(
             model_id, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES
