@@ -150,7 +150,8 @@ def _gumbel_kernel(token_ids, first, second, ON_GPU: tl.constexpr):
     x = ((x ^ (x >> 15)) + second) * 0x846CA68B
     x = x ^ (x >> 16)
     v = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    complement = ((~x).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # Not ~x: some versions of Triton's interpreter cannot invert an unsigned integer.
+    complement = ((x ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = v * (1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5)))))
     exponential = tl.where(v < 1.0 / 32, series, -_log_kernel(complement, ON_GPU))
     return -_log_kernel(exponential, ON_GPU)
