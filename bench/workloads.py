@@ -89,11 +89,6 @@ class Workload:
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt) for request in self.requests)
 
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest prompt plus its output (steady decodes count their prompt)."""
-        return max(len(request.prompt) + (request.max_tokens or 1) for request in self.requests)
-
     def shortened(self, share: float) -> Workload:
         """The first `share` of the window; a workload that has none comes back as it is."""
         if self.window is None:

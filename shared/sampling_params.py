@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shared.config import LARGEST
+
 Finite = Field(allow_inf_nan=False)
-LARGEST = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 
 # Beyond these, one request's lists cost its neighbours more time than the forward pass.

@@ -6,9 +6,7 @@ python -m tools.write_option_tables --check    # exit status 1 if they are out o
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -17,6 +15,7 @@ import pydantic
 
 from shared import EngineConfig, SamplingParams
 from steps import load, names
+from tools import generated_page
 
 PAGE = Path(__file__).parent.parent / "docs" / "using.md"
 SHORT_FLAGS = {"max_model_length": "--max-model-len", "max_num_sequences": "--max-num-seqs"}
@@ -79,16 +78,5 @@ def rewritten(text: str) -> str:
     return text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing")
-    check = parser.parse_args().check
-    old = PAGE.read_text()
-    new = rewritten(old)
-    if check and new != old:
-        sys.exit(f"{PAGE} is out of date: run python -m tools.write_option_tables")
-    PAGE.write_text(new)
-
-
 if __name__ == "__main__":
-    main()
+    generated_page.run(PAGE, rewritten, __doc__, "write_option_tables")

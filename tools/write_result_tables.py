@@ -6,8 +6,6 @@ python -m tools.write_result_tables --check    # exit status 1 if it is out of d
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
 import msgspec
@@ -15,6 +13,7 @@ import msgspec
 from bench.kernels import KernelReport
 from bench.result import read_results
 from bench.tables import markdown
+from tools import generated_page
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -64,16 +63,5 @@ def rewritten(text: str) -> str:
     return f"{text[:begin]}\n\n{body}\n\n{text[end:]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing")
-    check = parser.parse_args().check
-    old = PAGE.read_text()
-    new = rewritten(old)
-    if check and new != old:
-        sys.exit(f"{PAGE} is out of date: run python -m tools.write_result_tables")
-    PAGE.write_text(new)
-
-
 if __name__ == "__main__":
-    main()
+    generated_page.run(PAGE, rewritten, __doc__, "write_result_tables")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.config import LARGEST
+
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -16,8 +18,7 @@ REAL_CONFIGS = Path(__file__).parent / "configs"
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "yarn")
-# Sizes are int32 on the device. Layers are built one by one, so a wrong number must end earlier.
-LARGEST = 2**31 - 1
+# Layers are built one by one, so a wrong number must end earlier than a wrong size.
 MOST_LAYERS = 1024
 # Numbers are used in float32; within these, so are their squares' roots and products with a size.
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
