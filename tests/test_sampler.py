@@ -377,7 +377,7 @@ class TestLogprobs:
             Row(SamplingParams(logprobs=2, **changed), logits, [4, 5], slot=2),
             Row(SamplingParams(logprobs=0, temperature=0), logits, slot=3),
         ]
-        batch = sample(make_sampler(), rows).to_host()
+        batch = sample(make_sampler(), rows).logprobs_to_host()
         entries = batch.token_logprobs()
         assert entries[1] is None
         order = np.argsort(-exact)
@@ -467,7 +467,7 @@ def test_a_gpu_gives_the_oracle_tokens_and_is_never_waited_for() -> None:
     sampler.warm_up(logits)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        batch = sampler.sample(logits, sampling_rows(rows)).to_host()
+        batch = sampler.sample(logits, sampling_rows(rows)).logprobs_to_host()
         scores = sampler.score(logits, targets, 2).to_host()
     finally:
         torch.cuda.set_sync_debug_mode("default")

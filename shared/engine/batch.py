@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -87,6 +87,37 @@ class Batch:
     def starts(self) -> np.ndarray:
         """[R] int32: tokens of each row's sequence that were computed before."""
         return self.seq_lens - np.diff(self.cu_seqlens_q)
+
+    def with_decode_rows(self, count: int) -> Batch:
+        """The same work with empty decode rows behind the real ones, `count` in all: a CUDA graph
+        has the boundary to the other rows in one place.
+
+        An empty row has one token of padding: token 0 at position 0, its KV to nowhere. What only
+        the commit reads (owners, decoding) stays that of the real rows.
+        """
+        old, more = self.num_decode_rows, count - self.num_decode_rows
+        if not more:
+            return self
+
+        def pad(values: np.ndarray, value: int = 0) -> np.ndarray:
+            return np.insert(values, old, np.full(more, value, values.dtype))
+
+        cu_seqlens_q = np.concatenate(
+            (np.arange(count, dtype=np.int32), self.cu_seqlens_q[old:] + np.int32(more))
+        )
+        rows = self.samples.rows
+        return replace(
+            self,
+            num_decode_rows=count,
+            slots=pad(self.slots),
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=pad(self.seq_lens),
+            input_ids=pad(self.input_ids),
+            positions=pad(self.positions),
+            slot_mapping=pad(self.slot_mapping, -1),
+            samples=replace(self.samples, rows=rows + more * (rows >= old)),
+            scored=[replace(chunk, begin=chunk.begin + more) for chunk in self.scored],
+        )
 
 
 def build_batch(schedule: Schedule, table: SlotTable) -> Batch:

@@ -15,12 +15,11 @@ _ALIGN_WORDS = 4
 
 @dataclass(frozen=True)
 class InputSizes:
-    """Tokens, rows, samples and block-table updates of a step, padding included."""
+    """Tokens, rows and block-table updates of a step, padding included."""
 
     tokens: int
     rows: int
-    samples: int
-    updates: int = 0
+    updates: int
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,22 @@ class StepInputs:
     slots: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    sample_index: torch.Tensor  # [K] int32: index among the T tokens of the row's last one
-    sample_slots: torch.Tensor
-    sample_positions: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
+    update_index: torch.Tensor
+    update_block: torch.Tensor
     input_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    update_index: torch.Tensor
-    update_block: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """The same for the K tokens to sample."""
+
+    index: torch.Tensor  # [K] int32: index among the T tokens of the row's last one
+    slots: torch.Tensor
+    positions: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
 
 
 class InputBuffers:
@@ -49,119 +54,126 @@ class InputBuffers:
     would be built over the bytes that batch k is still sending. On the CPU the host buffer is the
     device buffer.
 
-        | rows and samples: room for every slot | T tokens, three times | block-table updates |
+        | rows, samples, block-table updates: room for the most | T tokens, three times |
 
-    Row and sample fields never move, token fields only with T: a CUDA graph for T tokens reads
-    the same addresses every time.
+    Only the token fields move, and only with T: a CUDA graph for T tokens reads the same addresses
+    every time.
     """
 
     def __init__(
-        self, max_tokens: int, max_rows: int, max_updates: int, device: torch.device
+        self,
+        max_tokens: int,
+        max_rows: int,
+        max_samples: int,
+        max_updates: int,
+        device: torch.device,
     ) -> None:
-        self.max_updates = max_updates
-        self._max_rows = max_rows
-        words = self._layout(InputSizes(max_tokens, max_rows, max_rows, max_updates))["end"][0]
+        self._max_samples = max_samples
+        rooms = {
+            "slots": max_rows,
+            "seq_lens": max_rows,
+            "cu_seqlens_q": max_rows + 1,
+            "sample_index": max_samples,
+            "sample_slots": max_samples,
+            "sample_positions": max_samples,
+            "temperature": max_samples,
+            "seeds": 2 * max_samples,
+            "update_index": max_updates,
+            "update_block": max_updates,
+        }
+        self._offsets: dict[str, int] = {}
+        offset = 0
+        for name, words in rooms.items():
+            self._offsets[name] = offset
+            offset += _aligned(words)
+        self._first_token = offset
+        words = offset + 3 * _aligned(max_tokens)
         on_gpu = device.type == "cuda"
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+        self._host_arrays = [host.numpy() for host in self._host]
         self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else None
         self._device = torch.zeros(words, dtype=torch.int32, device=device) if on_gpu else None
         self._turn = 0
 
-    def upload(self, batch: Batch, sizes: InputSizes) -> StepInputs:
+    def upload(self, batch: Batch, sizes: InputSizes) -> None:
         """Pack a batch, padded to `sizes`, and start its copy.
 
         Padding computes nothing that is kept: its tokens go to no KV slot, its rows are empty
-        (cu_seqlens_q repeats its last offset), its samples go to one slot past the real ones.
+        (cu_seqlens_q repeats its last offset), its samples go to one slot past the real ones, its
+        updates to no place.
         """
         self._turn ^= 1
-        host = self._host[self._turn]
         if self._copied is not None:
             self._copied[self._turn].synchronize()
-        layout = self._layout(sizes)
-        self._pack(batch, layout, host.numpy())
-        if self._copied is None or self._device is None:
-            return self._views(host, sizes)
-        used = layout["end"][0]
-        self._device[:used].copy_(host[:used], non_blocking=True)
-        self._copied[self._turn].record()
-        return self._views(self._device, sizes)
+        self._pack(batch, sizes, self._host_arrays[self._turn])
+        if self._copied is not None and self._device is not None:
+            end = self._first_token + 3 * _aligned(sizes.tokens)
+            self._device[:end].copy_(self._host[self._turn][:end], non_blocking=True)
+            self._copied[self._turn].record()
 
     def clear(self) -> None:
         """Make the device's inputs harmless for a run without a batch: token 0, empty rows, KV to
-        the first place of a pool that nobody uses yet."""
-        (self._host[0] if self._device is None else self._device).zero_()
+        the first place of a pool that nobody uses yet, block 0 in the first place of its table."""
+        self._on_device.zero_()
 
-    def static_views(self, sizes: InputSizes) -> StepInputs:
-        """Where `upload` puts inputs of these sizes on the device: what a CUDA graph reads."""
-        return self._views(self._host[0] if self._device is None else self._device, sizes)
-
-    def _layout(self, sizes: InputSizes) -> dict[str, tuple[int, int]]:
-        """Name -> (offset, room), in 4-byte words."""
-        rows, tokens, updates = self._max_rows, sizes.tokens, sizes.updates
-        room = {
-            "slots": rows,
-            "seq_lens": rows,
-            "cu_seqlens_q": rows + 1,
-            "sample_index": rows,
-            "sample_slots": rows,
-            "sample_positions": rows,
-            "temperature": rows,
-            "seeds": 2 * rows,
-            "input_ids": tokens,
-            "positions": tokens,
-            "slot_mapping": tokens,
-            "update_index": updates,
-            "update_block": updates,
-        }
-        layout, offset = {}, 0
-        for name, words in room.items():
-            layout[name] = (offset, words)
-            offset += -(-words // _ALIGN_WORDS) * _ALIGN_WORDS
-        layout["end"] = (offset, 0)
-        return layout
-
-    def _pack(self, batch: Batch, layout: dict[str, tuple[int, int]], out: np.ndarray) -> None:
-        def put(name: str, values: np.ndarray, padding: int = 0) -> None:
-            offset, room = layout[name]
-            count = len(values)
-            out[offset : offset + count] = values
-            out[offset + count : offset + room] = padding
-
-        samples = batch.samples
-        put("slots", batch.slots)
-        put("seq_lens", batch.seq_lens)
-        put("cu_seqlens_q", batch.cu_seqlens_q, padding=batch.num_tokens)
-        put("sample_index", batch.cu_seqlens_q[1:][samples.rows] - 1)
-        put("sample_slots", samples.slots, padding=self._max_rows)
-        put("sample_positions", samples.positions)
-        put("temperature", samples.temperature.view(np.int32))
-        put("seeds", samples.seeds.view(np.int32))
-        put("input_ids", batch.input_ids)
-        put("positions", batch.positions)
-        put("slot_mapping", batch.slot_mapping, padding=-1)
-        put("update_index", batch.block_updates[: layout["update_index"][1], 0])
-        put("update_block", batch.block_updates[: layout["update_block"][1], 1])
-
-    def _views(self, buffer: torch.Tensor, sizes: InputSizes) -> StepInputs:
-        layout = self._layout(sizes)
-
-        def view(name: str, length: int) -> torch.Tensor:
-            offset, _ = layout[name]
-            return buffer[offset : offset + length]
-
-        rows, samples, tokens = sizes.rows, sizes.samples, sizes.tokens
+    def step_inputs(self, sizes: InputSizes) -> StepInputs:
+        """Where `upload` puts inputs of these sizes on the device."""
+        tokens = _aligned(sizes.tokens)
+        view = self._view
         return StepInputs(
-            slots=view("slots", rows),
-            seq_lens=view("seq_lens", rows),
-            cu_seqlens_q=view("cu_seqlens_q", rows + 1),
-            sample_index=view("sample_index", samples),
-            sample_slots=view("sample_slots", samples),
-            sample_positions=view("sample_positions", samples),
-            temperature=view("temperature", samples).view(torch.float32),
-            seeds=view("seeds", 2 * samples).view(torch.int64),
-            input_ids=view("input_ids", tokens),
-            positions=view("positions", tokens),
-            slot_mapping=view("slot_mapping", tokens),
-            update_index=view("update_index", sizes.updates),
-            update_block=view("update_block", sizes.updates),
+            slots=view(self._offsets["slots"], sizes.rows),
+            seq_lens=view(self._offsets["seq_lens"], sizes.rows),
+            cu_seqlens_q=view(self._offsets["cu_seqlens_q"], sizes.rows + 1),
+            update_index=view(self._offsets["update_index"], sizes.updates),
+            update_block=view(self._offsets["update_block"], sizes.updates),
+            input_ids=view(self._first_token, sizes.tokens),
+            positions=view(self._first_token + tokens, sizes.tokens),
+            slot_mapping=view(self._first_token + 2 * tokens, sizes.tokens),
         )
+
+    def sample_inputs(self, count: int) -> SampleInputs:
+        """Where `upload` puts the first `count` samples on the device."""
+        view = self._view
+        return SampleInputs(
+            index=view(self._offsets["sample_index"], count),
+            slots=view(self._offsets["sample_slots"], count),
+            positions=view(self._offsets["sample_positions"], count),
+            temperature=view(self._offsets["temperature"], count).view(torch.float32),
+            seeds=view(self._offsets["seeds"], 2 * count).view(torch.int64),
+        )
+
+    @property
+    def _on_device(self) -> torch.Tensor:
+        return self._host[self._turn] if self._device is None else self._device
+
+    def _view(self, offset: int, length: int) -> torch.Tensor:
+        return self._on_device[offset : offset + length]
+
+    def _pack(self, batch: Batch, sizes: InputSizes, out: np.ndarray) -> None:
+        def put(offset: int, values: np.ndarray, room: int, padding: int = 0) -> None:
+            end = offset + len(values)
+            out[offset:end] = values
+            if len(values) < room:
+                out[end : offset + room] = padding
+
+        at, most, tokens = self._offsets, self._max_samples, sizes.tokens
+        put(at["slots"], batch.slots, sizes.rows)
+        put(at["seq_lens"], batch.seq_lens, sizes.rows)
+        put(at["cu_seqlens_q"], batch.cu_seqlens_q, sizes.rows + 1, padding=batch.num_tokens)
+        samples = batch.samples
+        put(at["sample_index"], batch.cu_seqlens_q[1:][samples.rows] - 1, most)
+        put(at["sample_slots"], samples.slots, most, padding=most)
+        put(at["sample_positions"], samples.positions, most)
+        put(at["temperature"], samples.temperature.view(np.int32), most)
+        put(at["seeds"], samples.seeds.view(np.int32), 2 * most)
+        updates = batch.block_updates[: sizes.updates]
+        put(at["update_index"], updates[:, 0], sizes.updates, padding=-1)
+        put(at["update_block"], updates[:, 1], len(updates))
+        first, step = self._first_token, _aligned(tokens)
+        put(first, batch.input_ids, tokens)
+        put(first + step, batch.positions, tokens)
+        put(first + 2 * step, batch.slot_mapping, tokens, padding=-1)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGN_WORDS) * _ALIGN_WORDS

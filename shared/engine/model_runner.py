@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,17 @@ import torch
 
 from shared.config import EngineConfig
 from shared.engine.batch import Batch, ScoredChunk
-from shared.engine.cuda_graphs import GraphedFunction, capture_all, estimate_bytes, graph_sizes
-from shared.engine.input_buffers import InputBuffers, InputSizes, StepInputs
+from shared.engine.cuda_graphs import (
+    CHUNK_ROWS,
+    MAX_GRAPH_TOKENS,
+    GraphedFunction,
+    StepShape,
+    StepShapes,
+    capture_all,
+    estimate_bytes,
+    graph_sizes,
+)
+from shared.engine.input_buffers import InputBuffers, InputSizes, SampleInputs, StepInputs
 from shared.engine.memory import MemoryReport, bytes_per_block, fitting_blocks
 from shared.engine.resolve import (
     resolve_backend,
@@ -26,7 +36,9 @@ from shared.engine.resolve import (
 from shared.engine.result import StepResult
 from shared.engine.sampler import LogprobTensors, SampledBatch, Sampler
 from shared.engine.slots import Limits
-from shared.engine.transfer import upload
+from shared.engine.transfer import HostCopies, HostCopy, upload
+from shared.kernels.gather_rows import gather_rows
+from shared.kernels.step_inputs import resolve_step_inputs
 from shared.layers.attention import ATTENTION_BACKENDS, AttentionMetadata, AttentionShape
 from shared.layers.tensor_parallel import TensorParallel
 from shared.models.config import ModelConfig
@@ -42,23 +54,22 @@ _SCORED_ROWS = 1024
 class StepHandle:
     """A step in flight on the device."""
 
-    sampled: SampledBatch | None  # on the host once `copied` has happened; None: nothing sampled
+    ids: HostCopy
+    sampled: SampledBatch | None  # on the host once `ids` is; None: nothing sampled
     scores: dict[int, list[LogprobTensors]]
-    copied: torch.cuda.Event | None
     used_graph: bool
 
     def result(self) -> StepResult:
         """Wait for the copies to the host; nothing else of a step ever waits."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        token_ids = self.ids.read()
         scores = {
             row: [entry for part in parts for entry in part.to_dicts()]
             for row, parts in self.scores.items()
         }
-        if self.sampled is None:
-            return StepResult(np.empty(0, np.int32), None, scores)
-        logprobs = None if self.sampled.logprobs is None else self.sampled.token_logprobs()
-        return StepResult(self.sampled.token_ids.numpy(), logprobs, scores)
+        logprobs = None
+        if self.sampled is not None and self.sampled.logprobs is not None:
+            logprobs = self.sampled.token_logprobs()
+        return StepResult(token_ids, logprobs, scores)
 
 
 class ModelRunner:
@@ -67,8 +78,8 @@ class ModelRunner:
     The sampled id of every slot stays on the device, in `sampled`, and decode inputs are always
     read from there: the next step can be submitted before the host has seen this one's ids.
 
-    On a GPU a step of decodes alone replays two CUDA graphs: the trunk by number of rows, and,
-    when all rows are plain, the head (logits and sampling).
+    On a GPU most steps replay two CUDA graphs: the trunk by the shape of the batch, and, when all
+    rows are plain, the head (logits and sampling) by the number of rows that get a token.
     """
 
     def __init__(
@@ -77,9 +88,11 @@ class ModelRunner:
         model_config: ModelConfig,
         directory: Path | None,
         tp: TensorParallel | None = None,
+        decodes_in_front: bool = False,
     ) -> None:
-        """`directory` holds the weights; None: random ones. Raises ValueError or OSError naming
-        the option or file that is wrong."""
+        """`directory` holds the weights; None: random ones. `decodes_in_front`: mixed batches will
+        have decode rows before the others. Raises ValueError or OSError naming the option or file
+        that is wrong."""
         tp = tp or TensorParallel()
         self.config = config
         self.model_config = model_config
@@ -110,12 +123,20 @@ class ModelRunner:
         else:
             load_weights(self.model, directory)
         self._make_buffers()
-        self.trunk_graphs: GraphedFunction | None = None
-        self.head_graphs: GraphedFunction | None = None
-        if self.device.type == "cuda" and backend != "torch" and not config.enforce_eager:
-            sizes = graph_sizes(self.max_num_sequences)
-            self.trunk_graphs = GraphedFunction(self._decode_trunk, self.inputs.clear, sizes)
-            self.head_graphs = GraphedFunction(self._plain_head, self.inputs.clear, sizes)
+        self.shapes: StepShapes | None = None
+        self.graphs: tuple[GraphedFunction[StepShape], GraphedFunction[int]] | None = None
+        if self.device.type == "cuda" and self.backend.graphs and not config.enforce_eager:
+            self.shapes = StepShapes(
+                self.max_num_sequences,
+                config.max_num_batched_tokens,
+                with_prefills=self.backend.graphs == "all",
+                with_boundary=decodes_in_front,
+            )
+            clear = self.inputs.clear
+            self.graphs = (
+                GraphedFunction(self._graph_trunk, clear, self.shapes.all),
+                GraphedFunction(self._graph_head, clear, graph_sizes(self.max_num_sequences)),
+            )
         self._make_pool()
         self._description = self._describe()
         # What exists by now lives as long as the runner. A full collection that visits all of it
@@ -127,24 +148,22 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, batch: Batch) -> StepHandle:
         """Start a step. On a GPU everything here is only enqueued."""
-        size = None
-        if self.trunk_graphs is not None and batch.num_decode_rows == batch.num_rows:
-            size = self.trunk_graphs.size_for(batch.num_rows)
-        inputs = self._upload(batch, size)
-        if self.trunk_graphs is not None and size is not None:
-            self.trunk_graphs.replay(size)
+        shape = self.shapes.fit(batch) if self.shapes is not None else None
+        if shape is not None:
+            batch = batch.with_decode_rows(shape.decode_rows)
+        sizes = self._upload(batch, shape)
+        if self.graphs is not None and shape is not None:
+            self.graphs[0].replay(shape)
             hidden = self.hidden
         else:
+            inputs = self.inputs.step_inputs(sizes)
             hidden = self._trunk(inputs, self._batch_metadata(batch, inputs))
         scores = self._score_prompts(batch, hidden)
         sampled = None
         if len(batch.samples.rows):
-            sampled = self._head(batch, inputs, hidden, size).to_host()
-        copied = None
-        if self.device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-        return StepHandle(sampled, scores, copied, used_graph=size is not None)
+            sampled = self._head(batch, hidden, in_graph=shape is not None).logprobs_to_host()
+        ids = self.host_copies.start(None if sampled is None else sampled.token_ids)
+        return StepHandle(ids, sampled, scores, used_graph=shape is not None)
 
     def describe(self) -> dict[str, object]:
         return self._description
@@ -164,18 +183,23 @@ class ModelRunner:
 
     def _make_buffers(self) -> None:
         rows, tokens = self.max_num_sequences, self.config.max_num_batched_tokens
-        # The most blocks that a step takes for its new tokens. Long prefix hits can add more:
-        # those are sent by a copy of their own.
-        max_updates = tokens // self.block_size + 2 * rows
         try:
-            self.inputs = InputBuffers(tokens, rows, max_updates, self.device)
+            self.inputs = InputBuffers(
+                tokens,
+                rows + CHUNK_ROWS,
+                max_samples=rows,
+                max_updates=self._most_updates(tokens, rows + CHUNK_ROWS),
+                device=self.device,
+            )
         except (RuntimeError, MemoryError) as error:
             raise ValueError(f"max_num_batched_tokens={tokens} do not fit: {error}") from error
         # One more than there are slots: padding samples write their ids to the last.
         self.sampled = self._zeros(rows + 1)
         # Where graphs leave the hidden states of their rows, and the ids that they sample.
-        self.hidden = self._zeros(rows, self.model_config.hidden_size, dtype=self.dtype)
+        graph_tokens = max(rows, min(tokens, MAX_GRAPH_TOKENS))
+        self.hidden = self._zeros(graph_tokens, self.model_config.hidden_size, dtype=self.dtype)
         self.sampled_rows = self._zeros(rows)
+        self.host_copies = HostCopies(rows, self.device)
         self.sampler = Sampler(
             self.model_config.vocab_size,
             rows,
@@ -190,7 +214,7 @@ class ModelRunner:
         config, size = self.config, self.block_size
         columns = -(-self.max_model_length // size)
         block_shape = (size, self.num_kv_heads, self.model_config.head_dim)
-        graphed = [graphs for graphs in (self.trunk_graphs, self.head_graphs) if graphs]
+        graphed = self.graphs or ()
         activations = graph_bytes = 0
         if self.device.type == "cuda":
             # One block is enough to try: all rows read and write block 0.
@@ -255,10 +279,10 @@ class ModelRunner:
 
     def _trunk_of_zeros(self, lengths: list[int], num_decode_rows: int) -> torch.Tensor:
         """Run prompts of these lengths, all of token 0."""
-        sizes = InputSizes(tokens=sum(lengths), rows=len(lengths), samples=0)
+        sizes = InputSizes(tokens=sum(lengths), rows=len(lengths), updates=1)
         bounds = [0, *np.cumsum(lengths).tolist()]
         self.inputs.clear()
-        inputs = self.inputs.static_views(sizes)
+        inputs = self.inputs.step_inputs(sizes)
         inputs.seq_lens.copy_(torch.tensor(lengths))
         inputs.cu_seqlens_q.copy_(torch.tensor(bounds))
         return self._trunk(inputs, self._metadata(inputs, num_decode_rows, bounds, lengths))
@@ -279,7 +303,7 @@ class ModelRunner:
             "max_num_sequences": self.limits.max_num_sequences,
             "max_num_batched_tokens": self.limits.max_num_batched_tokens,
             "enable_prefix_caching": self.config.enable_prefix_caching,
-            "cuda_graphs": self.trunk_graphs.describe() if self.trunk_graphs else None,
+            "cuda_graphs": self.shapes.describe() if self.shapes else None,
             "weights_bytes": self.memory.weights,
             "activations_bytes": self.memory.activations,
             "graphs_bytes": self.memory.graphs,
@@ -288,73 +312,83 @@ class ModelRunner:
 
     # A step
 
-    def _upload(self, batch: Batch, size: int | None) -> StepInputs:
-        """Send the inputs, padded to a graph's size, and bring the device's block tables up to
-        date."""
-        updates = batch.block_updates
-        most = self.inputs.max_updates
+    def _most_updates(self, tokens: int, rows: int) -> int:
+        """Blocks that a step takes for its new tokens. Long prefix hits can add more: those are
+        sent by a copy of their own."""
+        return tokens // self.block_size + 2 * rows
+
+    def _upload(self, batch: Batch, shape: StepShape | None) -> InputSizes:
+        """Send the inputs, padded to a graph's shape."""
+        tokens, rows = batch.num_tokens, batch.num_rows
+        if shape is not None:
+            tokens, rows = shape.tokens, shape.rows
+        most, updates = self._most_updates(tokens, rows), batch.block_updates
         if len(updates) > most:
             early = np.ascontiguousarray(updates[most:].T)
-            self._update_block_tables(*upload(self.device, early[0], early[1]))
-        sizes = InputSizes(
-            tokens=size or batch.num_tokens,
-            rows=size or batch.num_rows,
-            samples=len(batch.samples.rows),
-            updates=min(len(updates), most),
-        )
-        inputs = self.inputs.upload(batch, sizes)
-        self._update_block_tables(inputs.update_index, inputs.update_block)
-        return inputs
-
-    def _update_block_tables(self, index: torch.Tensor, block: torch.Tensor) -> None:
-        if len(index):
+            index, block = upload(self.device, early[0], early[1])
             self.block_tables.view(-1)[index] = block
+        sizes = InputSizes(tokens, rows, most if shape is not None else min(len(updates), most))
+        self.inputs.upload(batch, sizes)
+        return sizes
 
     def _trunk(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
-        """[T, hidden_size]. A negative id -1 - slot stands for the id last sampled in that slot."""
-        ids = inputs.input_ids
-        in_flight = self.sampled[(-1 - ids).clamp(min=0)]
-        ids = torch.where(ids < 0, in_flight, ids)
+        """[T, hidden_size]."""
+        ids = resolve_step_inputs(
+            inputs.input_ids,
+            self.sampled,
+            self.block_tables,
+            inputs.update_index,
+            inputs.update_block,
+        )
         hidden: torch.Tensor = self.model(ids, inputs.positions, self.kv_cache, metadata)
         return hidden
 
-    def _decode_trunk(self, size: int) -> None:
-        """What a trunk graph records: `size` rows of one token each, some of them padding."""
-        inputs = self.inputs.static_views(InputSizes(tokens=size, rows=size, samples=0))
-        # Whatever the graph meets later: no sequence is longer than its block table.
+    def _graph_trunk(self, shape: StepShape) -> None:
+        """What a trunk graph records. Some of the tokens, rows and updates will be padding."""
+        updates = self._most_updates(shape.tokens, shape.rows)
+        inputs = self.inputs.step_inputs(InputSizes(shape.tokens, shape.rows, updates))
+        # Bounds for whatever the graph meets later: no sequence is longer than its block table.
         longest = self.block_tables.shape[1] * self.block_size
-        metadata = self._metadata(inputs, size, list(range(size + 1)), [longest] * size)
-        self.hidden[:size] = self._trunk(inputs, metadata)
+        bounds = [*range(shape.decode_rows + 1)]
+        if shape.rows > shape.decode_rows:
+            bounds.append(shape.tokens)
+        metadata = self._metadata(inputs, shape.decode_rows, bounds, [longest])
+        self.hidden[: shape.tokens] = self._trunk(inputs, metadata)
 
-    def _head(
-        self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, size: int | None
-    ) -> SampledBatch:
+    def _head(self, batch: Batch, hidden: torch.Tensor, in_graph: bool) -> SampledBatch:
         """Sample the rows that complete their known tokens, and keep the ids for the next step."""
         samples = batch.samples
-        if not samples.params and self.head_graphs is not None and size is not None:
-            self.head_graphs.replay(size)
-            return SampledBatch(self.sampled_rows[: len(samples.rows)])
-        logits = self.model.compute_logits(hidden[inputs.sample_index])
-        if not samples.params:
-            sampled = SampledBatch(
-                self.sampler.sample_plain(
-                    logits, inputs.temperature, inputs.seeds, inputs.sample_positions
-                )
-            )
-        else:
+        count = len(samples.rows)
+        if not samples.params and self.graphs is not None and in_graph:
+            sizes = self.graphs[1].shapes
+            self.graphs[1].replay(sizes[bisect_left(sizes, count)])
+            return SampledBatch(self.sampled_rows[:count])
+        inputs = self.inputs.sample_inputs(count)
+        logits = self.model.compute_logits(gather_rows(hidden, inputs.index))
+        if samples.params:
             sampled = self.sampler.sample(logits, samples)
-        self.sampled[inputs.sample_slots] = sampled.token_ids
-        return sampled
+            self.sampled[inputs.slots] = sampled.token_ids
+            return sampled
+        return SampledBatch(self._sample_plain(logits, inputs))
 
-    def _plain_head(self, size: int) -> None:
+    def _graph_head(self, size: int) -> None:
         """What a head graph records."""
-        inputs = self.inputs.static_views(InputSizes(tokens=0, rows=0, samples=size))
-        logits = self.model.compute_logits(self.hidden[inputs.sample_index])
-        ids = self.sampler.sample_plain(
-            logits, inputs.temperature, inputs.seeds, inputs.sample_positions
+        inputs = self.inputs.sample_inputs(size)
+        logits = self.model.compute_logits(gather_rows(self.hidden, inputs.index))
+        self._sample_plain(logits, inputs, self.sampled_rows[:size])
+
+    def _sample_plain(
+        self, logits: torch.Tensor, inputs: SampleInputs, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.sampler.sample_plain(
+            logits,
+            inputs.temperature,
+            inputs.seeds,
+            inputs.positions,
+            inputs.slots,
+            self.sampled,
+            out,
         )
-        self.sampled_rows[:size] = ids
-        self.sampled[inputs.sample_slots] = ids
 
     def _batch_metadata(self, batch: Batch, inputs: StepInputs) -> AttentionMetadata:
         bounds, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()

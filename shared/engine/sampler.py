@@ -73,10 +73,10 @@ class SampledBatch:
     logprobs: LogprobTensors | None = None
     logprob_rows: IntArray | None = None  # which of the K rows `logprobs` describes
 
-    def to_host(self) -> SampledBatch:
+    def logprobs_to_host(self) -> SampledBatch:
         """Enqueues the copies; they may be read once the stream has been synchronised."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
-        return SampledBatch(to_host(self.token_ids), logprobs, self.logprob_rows)
+        return SampledBatch(self.token_ids, logprobs, self.logprob_rows)
 
     def token_logprobs(self) -> list[TokenLogprobs | None]:
         """One entry per row, None for a row that did not ask."""
@@ -144,10 +144,12 @@ class Sampler:
         temperature: torch.Tensor,
         seeds: torch.Tensor,
         positions: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        sampled: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """logits [K, V], temperature [K] float32, seeds [K] int64, positions [K] int32, all on the
-        device -> token ids [K] int32. Fit for capture in a CUDA graph."""
-        return gumbel_argmax(logits, temperature, seeds, positions)
+        """As `gumbel_argmax`, all on the device. Fit for capture in a CUDA graph."""
+        return gumbel_argmax(logits, temperature, seeds, positions, slots, sampled, out)
 
     def sample(self, logits: torch.Tensor, rows: SampleRows) -> SampledBatch:
         """logits [K, V] of any float dtype, not modified. Never waits for the device."""

@@ -209,14 +209,17 @@ def _split_kernel(
     tl.store(winner_ptr + row * num_splits + split, first_winner)
 
 
-@jit(integers=("num_splits",), metadata=("out_ptr",))
+@jit(integers=("num_splits",), metadata=("out_ptr", "slots_ptr"))
 def _combine_kernel(
     best_ptr,  # [K, num_splits] float32
     winner_ptr,  # [K, num_splits] int32
     out_ptr,  # [K] int32
+    slots_ptr,  # [K] int32
+    sampled_ptr,  # [S] int32
     num_splits,
     VOCAB_SIZE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    SCATTER: tl.constexpr,  # write the ids to sampled[slots] as well
 ):
     row = tl.program_id(0)
     lanes = tl.arange(0, MAX_SPLITS)
@@ -224,16 +227,26 @@ def _combine_kernel(
     best = tl.load(best_ptr + row * num_splits + lanes, mask=there, other=float("-inf"))
     winner = tl.load(winner_ptr + row * num_splits + lanes, mask=there, other=VOCAB_SIZE)
     top = tl.max(best, axis=0)
-    tl.store(out_ptr + row, tl.min(tl.where(best == top, winner, VOCAB_SIZE), axis=0))
+    token_id = tl.min(tl.where(best == top, winner, VOCAB_SIZE), axis=0)
+    tl.store(out_ptr + row, token_id)
+    if SCATTER:
+        tl.store(sampled_ptr + tl.load(slots_ptr + row), token_id)
 
 
 def gumbel_argmax_triton(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    sampled: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `gumbel_argmax`: parts of rows first, for a few rows must fill the GPU too, then rows."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows == 0:
         return out
     num_blocks = -(-vocab_size // _BLOCK)
@@ -261,16 +274,25 @@ def gumbel_argmax_triton(
         best,
         winner,
         out,
+        out if slots is None else slots,
+        out if sampled is None else sampled,
         num_splits,
         VOCAB_SIZE=vocab_size,
         MAX_SPLITS=min(_MAX_SPLITS, next_power_of_2(num_blocks)),
+        SCATTER=sampled is not None,
         num_warps=1,
     )
     return out
 
 
 def gumbel_argmax(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    sampled: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample one token per row: argmax(logits + temperature * gumbel(seed, position, token id)).
 
@@ -278,6 +300,13 @@ def gumbel_argmax(
     `sequence_seed`), positions [K] int32 (tokens before the one sampled) -> token ids [K] int32.
     Of equal scores the lowest id wins. NaN counts as -inf, and a row with nothing else gives
     token 0. Allocates but never synchronises: it may be captured in a CUDA graph.
+
+    The ids go to `out` [K] int32 where given, and with `sampled` [S] int32 and `slots` [K] int32
+    to sampled[slots] besides.
     """
-    sample = gumbel_argmax_triton if runs_on_triton(logits) else gumbel_argmax_reference
-    return sample(logits, temperature, seeds, positions)
+    if runs_on_triton(logits):
+        return gumbel_argmax_triton(logits, temperature, seeds, positions, slots, sampled, out)
+    ids = gumbel_argmax_reference(logits, temperature, seeds, positions)
+    if sampled is not None:
+        sampled[slots] = ids
+    return ids if out is None else out.copy_(ids)

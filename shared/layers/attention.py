@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -62,6 +62,9 @@ class AttentionBackend(Protocol):
     """One instance serves all layers."""
 
     name: str
+    graphs: Literal["decodes", "all"] | None
+    """Which batches a CUDA graph may serve: `forward` launches the same kernels whatever the
+    lengths of the rows, and reads them on the device."""
 
     def __init__(self, shape: AttentionShape) -> None: ...
 
@@ -85,6 +88,7 @@ class TorchBackend:
     """Gather pages, then torch's scaled dot-product attention. Runs anywhere."""
 
     name = "torch"
+    graphs: Literal["decodes", "all"] | None = None  # loops over rows on the host
 
     def __init__(self, shape: AttentionShape) -> None:
         pass
@@ -130,6 +134,7 @@ class TritonBackend:
     """The kernels of this repository."""
 
     name = "triton"
+    graphs: Literal["decodes", "all"] | None = "all"
 
     def __init__(self, shape: AttentionShape) -> None:
         self.workspace = DecodeWorkspace.allocate(
@@ -190,6 +195,9 @@ class FlashAttentionBackend:
     """flash-attn 2 over pages of 256 tokens (arXiv:2307.08691)."""
 
     name = "flash_attn"
+    # Its variable-length kernel is launched for the longest row times all rows: in a graph, which
+    # has to allow for any, nearly all of its programs would find nothing to do.
+    graphs: Literal["decodes", "all"] | None = "decodes"
 
     def __init__(self, shape: AttentionShape) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

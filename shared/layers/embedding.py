@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from shared.kernels.gather_rows import gather_rows
 from shared.kernels.small_batch_linear import linear
 from shared.layers.linear import Rows, WeightTarget, empty_weight, some_rows
 from shared.layers.tensor_parallel import TensorParallel
@@ -26,12 +26,7 @@ class VocabParallelEmbedding(nn.Module):
         return {name: some_rows(self.weight, self.rows)}
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
-            return F.embedding(token_ids, self.weight)
-        local = token_ids - self.rows.start
-        mine = (local >= 0) & (local < self.rows.size)
-        embedded = F.embedding(local.where(mine, 0), self.weight)
-        return self.tp.all_reduce(embedded * mine.unsqueeze(-1))
+        return self.tp.all_reduce(gather_rows(self.weight, token_ids, self.rows.start))
 
 
 class ParallelLMHead(nn.Module):

@@ -38,7 +38,9 @@ class Engine(RequestSide):
         files = ModelFiles.find(config.model, config.load_format)
         self.tokenizer = files.tokenizer()
         self.eos_token_ids = files.config.eos_token_ids
-        self.runner = runner or ModelRunner(config, files.config, files.weights)
+        self.runner = runner or ModelRunner(
+            config, files.config, files.weights, decodes_in_front=True
+        )
         self.limits = self.runner.limits
         self.table = SlotTable(self.limits)
         self.block_manager = BlockManager(

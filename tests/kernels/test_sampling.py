@@ -215,6 +215,17 @@ class TestInterpreted:
         batch = _batch(num_rows, vocab_size, dtype)
         assert gumbel_argmax_triton(*batch).tolist() == gumbel_argmax_reference(*batch).tolist()
 
+    def test_writes_to_the_slots_as_well(self) -> None:
+        batch = _batch(4, 3000, torch.float32)
+        expected = gumbel_argmax_reference(*batch)
+        slots = torch.tensor([7, 2, 9, 0], dtype=torch.int32)
+        for sample in (gumbel_argmax, gumbel_argmax_triton):
+            sampled, out = torch.zeros(10, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+            assert sample(*batch, slots, sampled, out) is out
+            assert torch.equal(out, expected)
+            assert torch.equal(sampled[slots.long()], expected)
+            assert sampled.count_nonzero() == expected.count_nonzero()
+
     def test_several_blocks_per_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shared.kernels.sampling._TARGET_PROGRAMS", 6)
         batch = _batch(3, 5000, torch.float32)

@@ -1,0 +1,179 @@
+"""What CUDA graphs do to a step, rehearsed on the CPU: batches are padded to the shapes that would
+be captured, and "replaying" runs the recorded function on whatever the device's buffers hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import steps
+from shared import SamplingParams
+from shared.engine.batch import Batch, SampleRows
+from shared.engine.cuda_graphs import CHUNK_ROWS, GraphedFunction, StepShape, StepShapes
+from shared.layers.attention import AttentionMetadata, TorchBackend
+from tests.engine_contract import EngineContract, assert_idle, drive, prompt_of
+from tests.reference import Reference
+
+
+class Rehearsed(GraphedFunction[Any]):
+    """Runs the function instead of a graph of it, and counts."""
+
+    def __init__(self, function: Any, shapes: Any) -> None:
+        super().__init__(function, lambda: None, shapes)
+        self.replayed: list[Any] = []
+
+    def replay(self, shape: Any) -> None:
+        assert shape in self.shapes
+        self.replayed.append(shape)
+        self._function(shape)
+
+
+@pytest.fixture(autouse=True)
+def _lengths_come_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a graph, which knows no length that the host knows."""
+    original = TorchBackend.forward
+
+    def forward(
+        self: Any, q: Any, k: Any, v: Any, metadata: AttentionMetadata, scale: float
+    ) -> Any:
+        metadata = replace(
+            metadata,
+            host_cu_seqlens_q=metadata.cu_seqlens_q.tolist(),
+            host_seq_lens=metadata.seq_lens.tolist(),
+        )
+        return original(self, q, k, v, metadata, scale)
+
+    monkeypatch.setattr(TorchBackend, "forward", forward)
+
+
+def rehearse(engine: Any, stage: str) -> tuple[Rehearsed, Rehearsed]:
+    runner = engine.runner
+    limits = runner.limits
+    runner.shapes = StepShapes(
+        limits.max_num_sequences,
+        limits.max_num_batched_tokens,
+        with_prefills=True,
+        with_boundary=stage == "02_batch_reorder",
+    )
+    heads = [*range(1, limits.max_num_sequences, 3), limits.max_num_sequences]
+    runner.graphs = (
+        Rehearsed(runner._graph_trunk, runner.shapes.all),
+        Rehearsed(runner._graph_head, heads),
+    )
+    graphs: tuple[Rehearsed, Rehearsed] = runner.graphs
+    return graphs
+
+
+@pytest.mark.parametrize("stage", ["00_baseline", "01_chunked_prefill", "02_batch_reorder"])
+class TestContractInGraphs(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _stage(self, stage: str) -> None:
+        self.stage = stage
+
+    @contextmanager
+    def engine(self, reference: Reference, **config: Any) -> Iterator[Any]:
+        with super().engine(reference, **config) as engine:
+            rehearse(engine, self.stage)
+            yield engine
+
+    def test_most_steps_replay(self, references: Any, stage: str) -> None:
+        reference, rng = references("base"), random.Random(2)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        requests = {f"r{n}": (prompt_of(rng, 7 * n + 1), params) for n in range(12)}
+        module = steps.load(stage)
+        engine = module.Engine(
+            module.Config(
+                model=str(reference.directory),
+                max_model_length=256,
+                max_num_batched_tokens=96,
+                max_num_sequences=20,
+            )
+        )
+        trunk, head = rehearse(engine, stage)
+        drive(engine, requests)
+        assert_idle(engine)
+        assert any(s.decode_rows == s.rows for s in trunk.replayed)
+        assert any(s.decode_rows == 0 for s in trunk.replayed)
+        if stage == "02_batch_reorder":
+            assert any(0 < s.decode_rows < s.rows for s in trunk.replayed)
+        assert head.replayed
+        engine.close()
+
+
+def batch_of(num_decodes: int, chunks: list[int]) -> Batch:
+    """A batch without any content but its shape."""
+    new = np.array([1] * num_decodes + chunks, np.int32)
+    rows, tokens = len(new), int(new.sum())
+    cu = np.zeros(rows + 1, np.int32)
+    np.cumsum(new, out=cu[1:])
+    zeros, empty = np.zeros(rows, np.int32), np.empty(0, np.int64)
+    samples = SampleRows(
+        np.arange(rows), zeros, zeros, zeros.astype(np.float32), empty, empty, zeros
+    )
+    return Batch(
+        num_decode_rows=num_decodes,
+        slots=np.arange(1, rows + 1, dtype=np.int32),
+        owners=empty,
+        decoding=zeros.astype(bool),
+        cu_seqlens_q=cu,
+        seq_lens=new + 5,
+        input_ids=np.arange(100, 100 + tokens, dtype=np.int32),
+        positions=np.arange(tokens, dtype=np.int32),
+        slot_mapping=np.arange(tokens, dtype=np.int32),
+        samples=samples,
+        scored=[],
+        block_updates=np.empty((0, 2), np.int32),
+    )
+
+
+@pytest.mark.parametrize("with_boundary", [False, True])
+@pytest.mark.parametrize("max_rows, max_tokens", [(1, 1), (5, 40), (64, 512), (512, 16384)])
+def test_every_choice_holds_its_batch(max_rows: int, max_tokens: int, with_boundary: bool) -> None:
+    shapes, rng = StepShapes(max_rows, max_tokens, True, with_boundary), random.Random(0)
+    known = set(shapes.all)
+    for _ in range(500):
+        decodes = rng.randint(0, max_rows) if with_boundary else 0
+        chunks = [rng.randint(1, 300) for _ in range(rng.randint(0, max_rows - decodes))]
+        if not decodes + len(chunks):
+            continue
+        batch = batch_of(decodes, chunks)
+        shape = shapes.fit(batch)
+        if shape is None:
+            empty_rows = shapes._boundaries[-1]
+            most = min(max_tokens, 2048) - empty_rows
+            assert not chunks or len(chunks) > CHUNK_ROWS or batch.num_tokens > most
+            continue
+        assert shape in known
+        padded = batch.with_decode_rows(shape.decode_rows)
+        assert padded.num_tokens <= shape.tokens
+        assert padded.num_rows <= shape.rows
+        assert padded.num_decode_rows == shape.decode_rows
+
+
+def test_decodes_alone_always_have_a_graph() -> None:
+    shapes = StepShapes(300, 4096, with_prefills=False, with_boundary=False)
+    for rows in range(1, 301):
+        shape = shapes.fit(batch_of(rows, []))
+        assert shape is not None
+        assert shape == StepShape(shape.tokens, shape.tokens, shape.tokens)
+        assert rows <= shape.tokens < max(8, rows + 16)
+    assert shapes.fit(batch_of(0, [5])) is None
+
+
+def test_empty_decode_rows_move_nothing_else() -> None:
+    batch = batch_of(2, [3, 1])
+    padded = batch.with_decode_rows(4)
+    assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 7, 8]
+    assert padded.slots.tolist() == [1, 2, 0, 0, 3, 4]
+    assert padded.seq_lens.tolist() == [6, 6, 0, 0, 8, 6]
+    assert padded.input_ids.tolist() == [100, 101, 0, 0, 102, 103, 104, 105]
+    assert padded.slot_mapping.tolist() == [0, 1, -1, -1, 2, 3, 4, 5]
+    assert padded.samples.rows.tolist() == [0, 1, 4, 5]
+    assert batch.with_decode_rows(2) is batch
+    assert padded.cu_seqlens_q.dtype == np.int32
