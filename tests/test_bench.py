@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from bench import cli, compare, gpu, result, tables
+from bench import cli, compare, decode_profile, gpu, result, tables
 from bench.cli import BenchOptions
 from bench.compare import Attempt
 from bench.floor import Limits, ModelCost, Rates, measure_rates, physical_floor
@@ -828,3 +828,20 @@ def test_without_nvml_there_is_no_gpu_use() -> None:
         pass
     assert monitor.use() == []
     assert gpu.hardware("cpu").gpus == []
+
+
+def test_overlapping_kernels_keep_the_gpu_busy_once() -> None:
+    assert decode_profile.busy_time([(5, 7), (0, 3), (1, 2), (2, 4)]) == 6
+    assert decode_profile.busy_time([]) == 0
+
+
+def test_a_decode_step_reads_at_least_all_weights_and_all_keys() -> None:
+    model = real_model_config("qwen3-0.6b")
+    floors = decode_profile.floor_bytes(model, rows=8, context=512)
+    cost = ModelCost.of(model, 2)
+    assert floors["linear"] > cost.weight_bytes
+    assert floors["attention"] > 8 * 512 * cost.kv_bytes
+    assert floors.keys() == {*decode_profile.PARTS, decode_profile.OTHER}
+    assert decode_profile.part_of("_paged_decode_attention_kernel") == "attention"
+    assert decode_profile.part_of("nvjet_sm90_tst_64x8_64x16") == "linear"
+    assert decode_profile.part_of("Memcpy HtoD") == decode_profile.OTHER

@@ -6,10 +6,13 @@ python -m tools.write_result_tables --check    # exit status 1 if it is out of d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from bench.decode_profile import ProfileReport
 from bench.kernels import KernelReport
 from bench.result import read_results
 from bench.tables import markdown
@@ -43,14 +46,55 @@ def kernels(report: KernelReport) -> str:
     return "\n".join([*lines, "", f"Median of one call. Commit {commit}; {versions}."])
 
 
+def decode_profile(report: ProfileReport) -> str:
+    where = ", ".join(gpu.name for gpu in report.hardware.gpus) or report.hardware.cpu
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    rows = [f"{step.rows} x {step.context:.0f} tokens" for step in report.steps]
+    title = (
+        f"**A decode step of {report.config['model']}, {report.config['dtype']}, {where}, "
+        f"microseconds (floor: bytes at {report.copy_gb_per_second:,.0f} GB/s)**"
+    )
+    lines = [
+        title,
+        "",
+        f"| part | {' | '.join(rows)} |",
+        f"|---|{'---:|' * len(rows)}",
+    ]
+    for parts in zip(*(step.parts for step in report.steps), strict=True):
+        cells = [f"{part.microseconds:,.0f} ({part.floor:,.0f})" for part in parts]
+        launches = "/".join(dict.fromkeys(f"{part.launches:.0f}" for part in parts))
+        lines.append(f"| {parts[0].part}, {launches} launches | {' | '.join(cells)} |")
+    busy = [f"{step.busy:,.0f}" for step in report.steps]
+    rest = [f"{step.step - step.busy:,.0f}" for step in report.steps]
+    whole = [
+        f"{step.step:,.0f} ({sum(part.floor for part in step.parts):,.0f})" for step in report.steps
+    ]
+    lines += [
+        f"| the GPU is busy | {' | '.join(busy)} |",
+        f"| gaps and host | {' | '.join(rest)} |",
+        f"| the step | {' | '.join(whole)} |",
+    ]
+    commit = f"{(report.commit or 'unknown')[:10]}{'+changes' if report.dirty else ''}"
+    return "\n".join([*lines, "", f"Floor in brackets. Commit {commit}; {versions}."])
+
+
+# How a file's name begins -> what it holds, and the table made of it. Others hold workloads' rows.
+REPORTS: dict[str, tuple[type[Any], Callable[[Any], str]]] = {
+    "kernels": (KernelReport, kernels),
+    "decode_profile": (ProfileReport, decode_profile),
+}
+
+
 def section(path: Path) -> str:
-    """A file's tables. Raises ValueError for a file that holds neither kind of result."""
+    """A file's tables. Raises ValueError for a file that holds no known kind of result."""
     name = path.relative_to(ROOT)
-    if path.name.startswith("kernels"):
-        try:
-            tables = kernels(msgspec.json.decode(path.read_bytes(), type=KernelReport))
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{name} holds no kernel measurements: {error}") from error
+    for begin, (kind, table) in REPORTS.items():
+        if path.name.startswith(begin):
+            try:
+                tables = table(msgspec.json.decode(path.read_bytes(), type=kind))
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{name} does not hold what its name says: {error}") from error
+            break
     else:
         tables = markdown(read_results(path)).strip()
     return f"## `{name}`\n\n{tables}"
