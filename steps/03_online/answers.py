@@ -51,8 +51,8 @@ async def body(generation: Generation, format: Format, head: dict[str, Any]) -> 
             for piece in pieces:
                 parts[piece.choice.index].append(piece)
     answer = {
-        **head,
         "object": format.object_name,
+        **head,
         "choices": [format.choice(_joined(pieces)) for pieces in parts],
         "usage": generation.usage(),
         "metrics": generation.times(),
@@ -77,7 +77,7 @@ async def events(
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events, those of one moment together. A failure before the first is raised; a
     later one is an event of its own, since the status has been sent."""
-    head = {**head, "object": format.chunk_name}
+    head = {"object": format.chunk_name, **head}
     is_started = False
     try:
         async with contextlib.aclosing(generation.pieces()) as batches:

@@ -84,8 +84,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
+        counted = stats.counters
         usage = stats.used_blocks / stats.num_blocks
-        queried = stats.prompt_tokens
         gauges = (
             ("num_requests_running", "Sequences that have a slot.", stats.running),
             ("num_requests_waiting", "Sequences that wait for one.", stats.waiting),
@@ -93,10 +93,10 @@ class _EngineCollector(Collector):
         )
         counters = (
             ("num_preemptions", "Sequences that had to start again.", stats.preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up.", queried),
+            ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queried_tokens),
             ("prefix_cache_hits", "Prompt tokens found.", stats.prefix_hit_tokens),
-            ("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("prompt_tokens", "Prompt tokens computed.", counted.prefill_tokens),
+            ("generation_tokens", "Tokens generated.", counted.generation_tokens),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)

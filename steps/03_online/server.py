@@ -93,6 +93,8 @@ async def serve(
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                proxy_headers=False,
+                server_header=False,
                 timeout_graceful_shutdown=LAST_WRITES_SECONDS,
             )
         )
