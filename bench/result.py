@@ -158,6 +158,10 @@ def _numbers(struct: msgspec.Struct, prefix: str = "") -> Iterable[tuple[str, fl
         value = getattr(struct, name)
         if isinstance(value, msgspec.Struct):
             yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                if isinstance(part, msgspec.Struct):
+                    yield from _numbers(part, f"{prefix}{name}.{key}.")
         elif isinstance(value, int | float) and name not in NO_MEASUREMENTS:
             yield prefix + name, float(value)
 

@@ -150,7 +150,7 @@ class TokenIds:
         return tuple(int(self.random.random() * self.limit) for _ in range(count))
 
 
-def uniform(random: Random, low: int, high: int) -> int:
+def _uniform(random: Random, low: int, high: int) -> int:
     """An integer from low to high, both included."""
     return low + int(random.random() * (high - low + 1))
 
@@ -209,9 +209,9 @@ def _shared_prefix(scale: Scale, ids: TokenIds) -> Built:
     for wave in range(2):
         for user in range(users):
             for prefix in common:
-                prompt = prefix + ids.draw(uniform(lengths, *suffix))
+                prompt = prefix + ids.draw(_uniform(lengths, *suffix))
                 shared = 0 if wave == user == 0 else prefix_length
-                max_tokens = uniform(lengths, *output)
+                max_tokens = _uniform(lengths, *output)
                 requests.append(Request(prompt, max_tokens, wave=wave, shared_tokens=shared))
     return requests, None
 
