@@ -235,10 +235,9 @@ def _counters(stats: dict[str, Any]) -> dict[str, float]:
 
 def _public(options: Options) -> dict[str, Any]:
     """The flags, without the key."""
-    groups: dict[str, Any] = msgspec.to_builtins(
-        {name: getattr(options, name) for name in ("target", "work", "load", "measure")},
-        enc_hook=str,
-    )
+    names = ("target", "work", "load", "measure")
+    encoded = msgspec.json.encode({n: getattr(options, n) for n in names}, enc_hook=str)
+    groups: dict[str, Any] = msgspec.json.decode(encoded)
     del groups["target"]["api_key"]
     return groups
 

@@ -306,7 +306,7 @@ def _client(requests: Sequence[_Request], driven: Driven, seconds: float) -> Cli
         processes=max(1, len(driven.use) - 1),
         busiest_percent=max(use.percent for use in driven.use),
         pieces_per_second=len(times) / seconds,
-        peak_pieces_per_second=peak,
+        peak_pieces_per_second=max(peak, len(times) / seconds),  # of less than a second
     )
 
 

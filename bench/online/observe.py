@@ -67,7 +67,7 @@ class _Answer(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     metrics: dict[str, Any] | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
     object: str | None = None
     message: str | None = None
 
@@ -81,6 +81,10 @@ def error_message(body: bytes) -> str:
         content = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return shorten(body.decode(errors="replace"))
+    return _message(content)
+
+
+def _message(content: Any) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and content.get(key):
             content = content[key]
@@ -134,7 +138,7 @@ class StreamReader:
     def _take(self, answer: _Answer) -> None:
         seen = self.observation
         if answer.error is not None:
-            seen.failure = "error in the stream: " + error_message(bytes(answer.error))
+            seen.failure = "error in the stream: " + _message(answer.error)
         elif answer.object == "error":
             seen.failure = "error in the stream: " + shorten(answer.message or "")
         if answer.metrics is not None:
