@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 
 from bench.kernels import KernelReport
+from bench.online import report
+from bench.online.row import read_online
 from bench.result import read_results
 from bench.tables import markdown
 from tools import generated_page
@@ -44,13 +46,15 @@ def kernels(report: KernelReport) -> str:
 
 
 def section(path: Path) -> str:
-    """A file's tables. Raises ValueError for a file that holds neither kind of result."""
+    """A file's tables. Raises ValueError for a file that holds no kind of result."""
     name = path.relative_to(ROOT)
     if path.name.startswith("kernels"):
         try:
             tables = kernels(msgspec.json.decode(path.read_bytes(), type=KernelReport))
         except msgspec.DecodeError as error:
             raise ValueError(f"{name} holds no kernel measurements: {error}") from error
+    elif path.name.startswith("online"):
+        tables = report.markdown(read_online(path)).strip()
     else:
         tables = markdown(read_results(path)).strip()
     return f"## `{name}`\n\n{tables}"
