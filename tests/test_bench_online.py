@@ -487,7 +487,7 @@ def test_records_are_kept_on_request() -> None:
 
 
 def test_when_all_requests_fail_nothing_is_measured_and_nothing_is_zero() -> None:
-    seen = [Observation(sent=0.0, ended=1.0, failure=f"reason {i}") for i in range(30)]
+    seen = [Observation(sent=0.0, ended=1.0, failure=f"{chr(65 + i)}: 5") for i in range(30)]
     plan = Plan([job() for _ in seen], 10)
     run = summarise_run(
         plan, Driven(0.0, [0.0] * 30, seen, [ProcessUse(0, 1)]), 0, Measure(slo_ttft_ms=1.0)
@@ -497,6 +497,14 @@ def test_when_all_requests_fail_nothing_is_measured_and_nothing_is_zero() -> Non
     assert len(run.failures) == 11
     assert run.latencies.ttft_ms is None
     assert run.tokens_per_piece is None
+
+
+def test_failures_that_differ_in_numbers_alone_are_counted_together() -> None:
+    texts = ["HTTP 400: 17 is too long", "HTTP 400: 18 is too long", "HTTP 413: 18 is too long"]
+    seen = [Observation(sent=0.0, ended=1.0, failure=text) for text in texts]
+    driven = Driven(0.0, [0.0] * 3, seen, [ProcessUse(0, 1)])
+    run = summarise_run(Plan([job()] * 3, 10), driven, 0, Measure())
+    assert run.failures == {texts[0]: 2, texts[2]: 1}
 
 
 def test_percentiles() -> None:
@@ -799,7 +807,9 @@ def test_a_sweep_ends_when_nothing_is_answered_and_keeps_the_row() -> None:
 
     stub.answer = down
     load = Load("poisson", num_requests=3, rate_rps=(100.0, 200.0))
-    (row,) = measured(stub, work=SHORT, load=load, measure=FEW)
+    with pytest.raises(ValueError, match="not one warm-up request was answered: HTTP 503"):
+        measured(stub, work=SHORT, load=load, measure=FEW)
+    (row,) = measured(stub, work=SHORT, load=load, measure=Measure(warmup=0, ceiling=False))
     assert row.error is not None
     assert "HTTP 503: going away" in row.error
     assert "none of 3" in report.markdown([row])

@@ -121,11 +121,14 @@ def _vocab_size(backend: Backend, options: Options) -> int | None:
 
 
 async def _warm_up(backend: Backend, options: Options) -> None:
+    """Raises ValueError if nothing is answered: the load itself would take long to say so."""
     if options.measure.warmup == 0:
         return
     plan = warmup_plan(options.work, options.measure.warmup, _vocab_size(backend, options))
     driven = await drive(backend.client, plan, options.load.concurrency)
     failures = [seen.failure for seen in driven.seen if seen.failure is not None]
+    if len(failures) == len(plan.jobs):
+        raise ValueError(f"not one warm-up request was answered: {failures[0]}")
     if failures:
         logger.warning(
             "%d of %d warm-up requests failed: %s", len(failures), len(plan.jobs), failures[0]

@@ -13,6 +13,7 @@ goodput     requests within the SLO, by TTFT from scheduled arrival; those that 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -26,6 +27,7 @@ from bench.online.plan import Job, Plan
 
 MAX_REASONS = 10
 OTHER_REASONS = "other reasons"
+NUMBER = re.compile(r"\d+")
 BIN_SECONDS = 1.0
 
 
@@ -218,10 +220,17 @@ def summarise_run(
 
 
 def _reasons(failures: Iterable[str | None]) -> dict[str, int]:
-    counted = Counter(failure for failure in failures if failure is not None).most_common()
+    """The first text of each kind; texts that differ in numbers alone are of one kind."""
+    first: dict[tuple[str, str], str] = {}
+    counts: Counter[str] = Counter()
+    for failure in failures:
+        if failure is not None:
+            head, _, rest = failure.partition(": ")  # in the head, numbers matter: HTTP 404
+            counts[first.setdefault((head, NUMBER.sub("#", rest)), failure)] += 1
+    counted = counts.most_common()
     reasons = dict(counted[:MAX_REASONS])
-    if rest := sum(count for _, count in counted[MAX_REASONS:]):
-        reasons[OTHER_REASONS] = rest
+    if rest_count := sum(count for _, count in counted[MAX_REASONS:]):
+        reasons[OTHER_REASONS] = rest_count
     return reasons
 
 

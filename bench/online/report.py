@@ -213,7 +213,7 @@ def terminal(row: OnlineResult) -> RenderableType:
     summary.add_column()
     for name, text in _summary(row):
         summary.add_row(name, text)
-    if not row.runs:
+    if not any(run.completed for run in row.runs):
         return summary
     latencies = Table(title="milliseconds", title_justify="left")
     latencies.add_column("")
