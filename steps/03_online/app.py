@@ -225,6 +225,7 @@ class Api:
         return {
             "stage": info.stage,
             "pid": info.pid,
+            "vocab_size": info.vocab_size,
             "settings": info.description,
             "stats": msgspec.to_builtins(self.engine.stats),
             "unfinished_requests": self.engine.num_unfinished,
