@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import re
 import selectors
@@ -29,6 +30,7 @@ from bench.online.plan import Job, Plan, build_plan, warmup_plan
 from bench.online.row import OnlineResult, append_online, read_online
 from bench.online.sender import HttpSender, HttpTarget, http_session, plain_url, probe
 from shared.outputs import StepOutput
+from tests.online_server import ServerThread
 
 T = TypeVar("T")
 
@@ -764,7 +766,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(read_online(output)) == 2
     assert "api_key" not in output.read_text()
     shown = capsys.readouterr().out
-    assert "TTFT from arrival" in shown
+    assert "TTFT from sending" in shown
     assert "short: TPOT" in shown
 
 
@@ -1026,3 +1028,41 @@ def test_an_index_that_may_mean_another_gpu_is_not_trusted() -> None:
     assert len(gpu.installed_gpus(nvml, environment)) == 3
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     assert [g.name for g in gpu.installed_gpus(nvml, environment)] == ["T4"]
+
+
+# --- against our own server -----------------------------------------------------------------------
+
+
+def test_our_server_delivers_what_the_client_counts() -> None:
+    work = Work(min_input_len=17, max_input_len=40, min_output_len=5, max_output_len=12)
+    load = Load("poisson", num_requests=8, rate_rps=(200.0,), concurrency=6)
+    measure = Measure(warmup=2, ceiling=False, slo_ttft_ms=60_000.0, profile=True)
+    with ServerThread() as server:
+        options = Options(target=Target(base_url=server.url), work=work, load=load, measure=measure)
+        (row,) = asyncio.run(cli._run(options, None))
+        chunked = dataclasses.replace(options.target, chunk_usage=True)
+        # The same prompts again: now they are in the prefix cache, and that is noticed.
+        (again,) = asyncio.run(cli._run(dataclasses.replace(options, target=chunked), None))
+    (run,), (second,) = row.runs, again.runs
+    assert (run.completed, run.failures) == (8, {})
+    assert (row.stage, row.id_limit) == ("01_chunked_prefill", 4096)
+    assert run.server["generation_tokens"] == run.output_tokens
+    assert run.server["prefill_tokens"] == run.prompt_tokens
+    assert (run.cached_prompt_tokens, run.server["prefix_hit_tokens"]) == (0, 0)
+    assert all(record.server_times for record in run.records)
+    assert run.token_sources == {"usage": 8}
+    assert (second.output_tokens, second.token_sources) == (run.output_tokens, {"chunks": 8})
+    assert all(sum(record.counts) == record.output_tokens for record in second.records)
+    assert second.cached_prompt_tokens == second.server["prefix_hit_tokens"] > 0
+
+
+def test_direct_mode_drives_the_engine_behind_it() -> None:
+    args = "--mode direct --dtype float32 --num-kvcache-blocks 200 --num-requests 6 --warmup 2"
+    lengths = "--min-input-len 9 --max-input-len 20 --min-output-len 3 --max-output-len 8"
+    options, config = parse([*args.split(), *lengths.split()])
+    (row,) = asyncio.run(cli._run(options, config))
+    (run,) = row.runs
+    assert (run.completed, run.failures, run.token_sources) == (6, {}, {"chunks": 6})
+    assert run.server["generation_tokens"] == run.output_tokens
+    assert row.config["num_kvcache_blocks"] == 200
+    assert row.id_limit == 4096

@@ -17,7 +17,7 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.online.report import context
+from bench.online.report import context, slo
 from bench.online.row import OnlineResult, read_online
 
 # Title, y label, (name in `medians`, line style), logarithmic.
@@ -122,7 +122,9 @@ def _top(lines: dict[str, list[OnlineResult]]) -> float:
 def _caption(lines: dict[str, list[OnlineResult]]) -> str:
     rows = [row for points in lines.values() for row in points]
     commits = sorted({(row.commit or "unknown")[:10] + "+" * bool(row.dirty) for row in rows})
-    return f"{context(rows[0])}; commit {', '.join(commits)}"
+    limits = sorted({limit for row in rows if (limit := slo(row)) is not None})
+    parts = [context(rows[0]), *limits, f"commit {', '.join(commits)}"]
+    return "; ".join(parts)
 
 
 def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path) -> None:

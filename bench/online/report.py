@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -20,19 +21,22 @@ from bench.online.row import OnlineResult, read_online
 POINTS = ("avg", "p50", "p90", "p95", "p99", "max")
 # Name of the row, name in `Latencies`.
 LATENCIES = (
-    ("TTFT from arrival", "ttft_scheduled_ms"),
+    ("TTFT", "ttft_scheduled_ms"),
     ("TTFT from sending", "ttft_ms"),
     ("TPOT", "tpot_ms"),
     ("gap between pieces", "gap_ms"),
-    ("latency from arrival", "latency_scheduled_ms"),
+    ("latency", "latency_scheduled_ms"),
     ("latency from sending", "latency_ms"),
     ("wait for a client", "queue_ms"),
 )
+# Of these, what is shown for each type of request.
+TYPE_LATENCIES = ("ttft_scheduled_ms", "tpot_ms", "latency_scheduled_ms")
 # Header, names in `medians` (several are joined by a slash), number format.
 COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("tokens/s", ("tokens_per_second",), ",.1f"),
-    ("RPS", ("requests_per_second",), ",.3g"),
-    ("goodput RPS", ("goodput.requests_per_second",), ",.3g"),
+    ("tokens/s while requests came", ("arriving_tokens_per_second",), ",.1f"),
+    ("RPS", ("requests_per_second",), ",.2f"),
+    ("goodput RPS", ("goodput.requests_per_second",), ",.2f"),
     ("in SLO", ("goodput.share",), ".0%"),
     (
         "TTFT ms from arrival avg/p90",
@@ -181,7 +185,7 @@ def markdown(rows: Sequence[OnlineResult]) -> str:
 def _note(rows: Sequence[OnlineResult]) -> str:
     versions = {name: version for row in rows for name, version in row.versions.items()}
     text = "Medians of the runs. Client: " + ", ".join(f"{k} {v}" for k, v in versions.items())
-    limits = {_slo(row) for row in rows} - {None}
+    limits = {slo(row) for row in rows} - {None}
     if limits:
         text += ". Goodput: " + "; ".join(sorted(str(limit) for limit in limits))
     ceilings = [row.ceiling for row in rows if row.ceiling is not None]
@@ -190,7 +194,8 @@ def _note(rows: Sequence[OnlineResult]) -> str:
     return text + "."
 
 
-def _slo(row: OnlineResult) -> str | None:
+def slo(row: OnlineResult) -> str | None:
+    """In words; None where there is none."""
     measure = row.options["measure"]
     parts = []
     if measure["slo_ttft_ms"] is not None:
@@ -215,8 +220,12 @@ def terminal(row: OnlineResult) -> RenderableType:
         summary.add_row(name, text)
     if not any(run.completed for run in row.runs):
         return summary
-    latencies = Table(title="milliseconds", title_justify="left")
-    latencies.add_column("")
+    latencies = Table(
+        title="milliseconds; TTFT and latency from scheduled arrival, or from sending",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    latencies.add_column("", no_wrap=True)
     for point in POINTS:
         latencies.add_column(point, justify="right")
     for name in ("", *row.runs[0].by_type):
@@ -228,13 +237,18 @@ def _add_latencies(table: Table, row: OnlineResult, type_name: str) -> None:
     """All requests, or those of one type."""
     prefix = f"by_type.{type_name}." if type_name else ""
     for title, name in LATENCIES:
-        if type_name and name not in ("ttft_scheduled_ms", "tpot_ms", "latency_scheduled_ms"):
+        if type_name and name not in TYPE_LATENCIES:
             continue
         values = [row.medians.get(f"{prefix}latencies.{name}.{point}") for point in POINTS]
         if values[0] is not None:
             label = f"{type_name}: {title}" if type_name else title
-            table.add_row(label, *("-" if v is None else f"{v:,.2f}" for v in values))
+            table.add_row(label, *("-" if v is None else _milliseconds(v) for v in values))
     table.add_section()
+
+
+def _milliseconds(value: float) -> str:
+    """Short enough for a table of eighty columns."""
+    return f"{value:,.2f}" if value < 100 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def _summary(row: OnlineResult) -> list[tuple[str, str]]:
@@ -246,7 +260,7 @@ def _summary(row: OnlineResult) -> list[tuple[str, str]]:
         lines.append(("requests/s", f"{medians['requests_per_second']:,.3f}"))
     if "goodput.share" in medians:
         good, share = medians["goodput.requests_per_second"], medians["goodput.share"]
-        lines.append(("goodput", f"{good:,.3f} requests/s, {share:.1%} of all: {_slo(row)}"))
+        lines.append(("goodput", f"{good:,.3f} requests/s, {share:.1%} of all: {slo(row)}"))
     for run in row.runs:
         lines += [("failed", f"{count} x {reason}") for reason, count in run.failures.items()]
     if "tokens_per_piece" in medians:
