@@ -33,9 +33,11 @@ class ServerThread:
         self,
         config: dict[str, Any] | None = None,
         drain_timeout: float = TIMEOUT,
+        start: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """`config`: of the stage; `options`: ApiOptions."""
+        """`config`: of the stage; `start`: of AsyncEngine.start; `options`: ApiOptions."""
+        self.start = {"in_process": True, **(start or {})}
         self.config = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 200}
         self.config |= config or {}
         self.options = app.ApiOptions(**{"model_name": "tiny", **options})
@@ -106,7 +108,7 @@ class ServerThread:
         self._stop = server.Stop()
         config = steps.load("03_online").Config(**self.config)
         await server.serve(
-            lambda: async_engine.AsyncEngine.start(config, in_process=True),
+            lambda: async_engine.AsyncEngine.start(config, **self.start),
             self.options,
             self.listener,
             self._stop,

@@ -14,6 +14,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 import shared
 from shared.engine.output import CompletionDelta, OutputProcessor
+from shared.engine.request import check_request
 from shared.engine.slots import Limits
 from shared.outputs import Logprob
 from shared.sampling_params import SamplingParams
@@ -42,9 +43,16 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_directory(directory)
 
 
+def make_model(tokenizer: Tokenizer | None, max_tokens: int = 1024) -> Any:
+    def check(prompt: Any, params: SamplingParams) -> np.ndarray:
+        return check_request(prompt, params, LIMITS)
+
+    return params.Model(tokenizer, LIMITS, max_tokens, check)
+
+
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> Any:
-    return params.Model(tokenizer, LIMITS, max_tokens=1024)
+    return make_model(tokenizer)
 
 
 def completion(**fields: Any) -> Any:
@@ -195,6 +203,7 @@ def test_other_prompts_are_refused_in_one_line(prompt: Any) -> None:
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [1] * 1024}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": ["a"] * 50, "n": 100}, "prompt"),
     ],
 )
 def test_wrong_values_name_their_field(fields: Any, param: str, model: Any) -> None:
@@ -221,7 +230,7 @@ def test_wrong_chat_values_name_their_field(fields: Any, param: str, model: Any)
 
 
 def test_a_model_without_tokenizer_takes_ids_and_explains_the_rest() -> None:
-    model = params.Model(None, LIMITS, max_tokens=1024)
+    model = make_model(None)
     task, _ = completions.prepare(completion(prompt=[1, 2]), model)
     assert task.prompts[0].tolist() == [1, 2]
     assert refused(completions.prepare, completion(), model).param == "prompt"
@@ -237,7 +246,7 @@ def test_defaults_are_openais(model: Any) -> None:
 
 
 def test_a_limit_on_max_tokens_lowers_the_defaults_too(tokenizer: Tokenizer) -> None:
-    model = params.Model(tokenizer, LIMITS, max_tokens=8)
+    model = make_model(tokenizer, max_tokens=8)
     assert completions.prepare(completion(), model)[0].params.max_tokens == 8
     assert chat.prepare(conversation(), model)[0].params.max_tokens == 8
     assert refused(completions.prepare, completion(max_tokens=9), model).param == "max_tokens"

@@ -1,4 +1,4 @@
-"""Whatever is sent, the server answers as its own OpenAPI description says, and never with a 500."""
+"""Whatever is sent, the answer is as the server's own OpenAPI description says, and never a 500."""
 
 from __future__ import annotations
 

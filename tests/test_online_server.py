@@ -414,7 +414,7 @@ def test_unknown_models_and_paths(http: httpx.Client, client: openai.OpenAI) -> 
 def test_limits_on_bodies_queue_and_tokens() -> None:
     options: Any = {"max_body_bytes": 2000, "max_output_tokens": 5, "api_key": "secret"}
     options["allow_origins"] = ("http://page",)
-    with ServerThread({"max_queued_requests": 2}, **options) as server:
+    with ServerThread(start={"max_queued_requests": 2}, **options) as server:
         headers = {"Authorization": "Bearer secret"}
         with httpx.Client(base_url=server.url, headers=headers, timeout=TIMEOUT) as http:
             refusal(http.post("/v1/completions", json={"prompt": "x" * 3000}), 413)

@@ -85,7 +85,10 @@ class Api:
         """Requests that the engine may not know of yet, or that are not streamed."""
         limits = engine.info.limits
         self._model = Model(
-            engine.tokenizer, limits, options.max_output_tokens or limits.max_model_length
+            engine.tokenizer,
+            limits,
+            options.max_output_tokens or limits.max_model_length,
+            engine.check_request,
         )
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(NUM_THREADS, "prepare")
@@ -139,6 +142,8 @@ class Api:
             return await unless_gone(request.receive, work)
         except ClientGone:
             return Response(status_code=answers.CLIENT_GONE)
+        except ApiError:
+            raise
         except Exception as error:
             raise as_api_error(error) from error
         finally:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from shared.engine.request import check_request
 from shared.outputs import TokenLogprobs
 from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
@@ -42,7 +41,7 @@ def prepare(body: ChatRequest, model: Model) -> tuple[Task, ChatFormat]:
         # The template has written the special tokens already.
         token_ids = model.need_tokenizer("messages").encode(text, add_special_tokens=False)
         params = _params(body, model, len(token_ids))
-        prompt = check_request(token_ids, params, model.limits)
+        prompt = model.check_request(token_ids, params)
     except ValueError as error:
         raise invalid_value(error, ChatRequest.model_fields, names, "messages") from error
     return Task([prompt], params), ChatFormat(body, model.tokenizer, prompt)
@@ -82,7 +81,7 @@ def _params(body: ChatRequest, model: Model, num_prompt_tokens: int) -> Sampling
         raise ValueError("max_tokens: at least 1, got 0")
     values = {"max_tokens": limits.pop()} if limits else {}
     room = model.limits.max_model_length - num_prompt_tokens
-    # Without room the prompt is too long, which check_request explains.
+    # Without room the prompt is too long, which the engine's check explains.
     return sampling_params(
         body,
         model,

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.engine.request import check_request
 from shared.outputs import TokenLogprobs
 from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
 
 from .api_types import CompletionChoice, CompletionLogprobs, CompletionRequest
-from .errors import ApiError, invalid_value
+from .errors import invalid_value
 from .generation import Piece, Task
 from .params import LOWEST_LOGPROB, Model, finite, sampling_params, served_reason, token_text
+
+# The engine takes a request between two steps, and all others wait for that.
+MAX_CHOICES = 4096
 
 # What the engine calls the fields of this request.
 NAMES = {"prompt_token_ids": "prompt", "prompt_logprobs": "logprobs", "text": "prompt"}
@@ -45,7 +47,9 @@ def _params(body: CompletionRequest, model: Model) -> SamplingParams:
         prompt_logprobs=(body.logprobs or 0) if scores_prompt else None,
     )
     if body.best_of not in (None, params.n):
-        raise ApiError(400, "best_of: only the same as n is supported", "best_of")
+        raise ValueError("best_of: only the same as n is supported")
+    if len(body.prompt) * params.n > MAX_CHOICES:
+        raise ValueError(f"prompt: at most {MAX_CHOICES} completions in one request")
     return params
 
 
@@ -55,7 +59,7 @@ def _prompt(
     if isinstance(prompt, str):
         tokenizer = model.need_tokenizer("prompt")
         prompt = tokenizer.encode(prompt, body.add_special_tokens is not False)
-    return check_request(prompt, params, model.limits)
+    return model.check_request(prompt, params)
 
 
 def _text(prompt: str | list[int], token_ids: np.ndarray, model: Model) -> str:

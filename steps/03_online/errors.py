@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from shared.sampling_params import SamplingParams
 
 from .api_types import ErrorResponse
-from .async_engine import EngineDeadError, QueueFull
+from .async_engine import EngineDeadError, QueueFull, RequestRefused
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead")
-    if isinstance(error, ValueError):  # the engine itself refused the request
+    if isinstance(error, RequestRefused):
         return invalid_value(error)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server could not complete the request")

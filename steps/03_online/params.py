@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from shared.engine.slots import Limits
 from shared.outputs import FinishReason as EngineFinishReason
@@ -27,6 +30,8 @@ class Model:
     limits: Limits
     max_tokens: int
     """Most that a request may ask for."""
+    check_request: Callable[[Sequence[int], SamplingParams], np.ndarray]
+    """The engine's: the prompt as it takes it, or a ValueError."""
 
     def need_tokenizer(self, field: str) -> Tokenizer:
         """Raises ValueError naming the field that needs it."""
