@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import multiprocessing
 import re
 import selectors
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -871,6 +872,28 @@ def test_client_processes_share_the_requests_and_one_limit() -> None:
     for scheduled, seen in zip(driven.scheduled, driven.seen, strict=True):
         assert driven.start <= scheduled <= seen.sent <= seen.arrivals[0] <= seen.ended
     assert summarise_run(plan, driven, 0, Measure()).client.processes == 2
+
+
+def test_a_client_process_that_dies_ends_the_run() -> None:
+    stub = Stub()
+
+    async def work() -> None:
+        async with (
+            stub.serving() as url,
+            http_client(HttpTarget(url, "m", timeout=30.0), 2) as client,
+        ):
+
+            async def kill(request: web.Request) -> web.StreamResponse:
+                for process in multiprocessing.active_children():
+                    process.kill()
+                await asyncio.sleep(30)
+                raise web.HTTPNotFound
+
+            stub.answer = kill
+            await drive(client, Plan([job()] * 4, 10))
+
+    with pytest.raises(RuntimeError, match="a client process ended"):
+        asyncio.run(work())
 
 
 def test_the_client_knows_its_own_ceiling() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,6 +21,8 @@ from bench.online.driver import LocalClient, ProcessUse, UseMeter
 from bench.online.observe import Observation
 from bench.online.plan import Job
 from bench.online.sender import HttpSender, HttpTarget, http_session
+
+logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 5.0
 
@@ -92,7 +95,14 @@ async def _obey(connection: Connection, target: HttpTarget) -> None:
         def take(message: bytes) -> None:
             task = asyncio.ensure_future(client.obey(_decode_order(message)))
             tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            task.add_done_callback(done)
+
+        def done(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                # The parent waits for an answer; the end of this process is one.
+                logger.error("a client process fails", exc_info=error)
+                over.set()
 
         _on_message(connection, take, over.set)
         await over.wait()

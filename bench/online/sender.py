@@ -65,8 +65,10 @@ async def http_session(api_key: str | None) -> AsyncIterator[aiohttp.ClientSessi
     _allow_many_files()
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
+    # A compressed stream would arrive in the pieces that the compressor makes.
+    headers = {**authorization(api_key), "Accept-Encoding": "identity"}
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=authorization(api_key), auto_decompress=False
+        connector=connector, timeout=timeout, headers=headers
     ) as session:
         yield session
 
