@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import steps
+from tests.fakes import fake_engine
 
 app = importlib.import_module("steps.03_online.app")
 async_engine = importlib.import_module("steps.03_online.async_engine")
@@ -46,6 +47,7 @@ class ServerThread:
         self.url: str = server.url_of(self.listener)
         self.port: int = self.listener.getsockname()[1]
         self.api: Any = None
+        self.engine_in_thread: Any = None  # of a fake server
         self._error: BaseException | None = None
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="server")
@@ -121,6 +123,21 @@ class ServerThread:
         self._started.set()
 
 
+def fake_server(drain_timeout: float = TIMEOUT, **engine: Any) -> ServerThread:
+    """A server over tests.fakes' engine: ids only, thousands of steps a second. `engine`:
+    attributes to replace in the engine, as `step`."""
+
+    def build(options: dict[str, Any]) -> Any:
+        server.engine_in_thread = made = fake_engine("01_chunked_prefill", num_blocks=2000)
+        for name, value in engine.items():
+            setattr(made, name, value)
+        return made
+
+    config = {"model": "qwen3-0.6b", "load_format": "dummy"}
+    server = ServerThread(config, drain_timeout, {"build": build}, model_name="fake")
+    return server
+
+
 def wait_until(condition: Callable[[], bool], what: str = "") -> None:
     deadline = time.monotonic() + TIMEOUT
     while not condition():
@@ -128,9 +145,15 @@ def wait_until(condition: Callable[[], bool], what: str = "") -> None:
         time.sleep(0.005)
 
 
-def raw_request(port: int, head: str, body: bytes = b"") -> socket.socket:
+def raw_request(
+    port: int, head: str, body: bytes = b"", receive_buffer: int | None = None
+) -> socket.socket:
     """Send a request by hand; the caller reads the answer, or leaves."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT)
+    connection = socket.socket()
+    connection.settimeout(TIMEOUT)
+    if receive_buffer is not None:  # before connecting, or it is not heeded
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", port))
     lines = [head, "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
     return connection

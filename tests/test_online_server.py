@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -17,7 +18,8 @@ import pytest
 
 import steps
 from shared import SamplingParams
-from tests.online_server import TIMEOUT, ServerThread, raw_request, wait_until
+from tests.fakes import VOCABULARY, expected_output
+from tests.online_server import TIMEOUT, ServerThread, fake_server, raw_request, wait_until
 
 PROMPT = "ROMEO:\n"
 MESSAGES: Any = [{"role": "user", "content": "Who's there?"}]
@@ -513,10 +515,12 @@ def test_debug_stats(http: httpx.Client) -> None:
 # ---- going away
 
 
-def stream_by_hand(server: ServerThread, **fields: Any) -> socket.socket:
+def stream_by_hand(
+    server: ServerThread, receive_buffer: int | None = None, **fields: Any
+) -> socket.socket:
     body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True, **fields}
     head = "POST /v1/completions HTTP/1.1"
-    return raw_request(server.port, head, json.dumps(body).encode())
+    return raw_request(server.port, head, json.dumps(body).encode(), receive_buffer)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -552,37 +556,39 @@ def test_half_a_request_is_no_request(server: ServerThread, http: httpx.Client) 
     assert http.get("/health").status_code == 200
 
 
-def test_a_slow_reader_slows_nobody_and_loses_nothing(
-    server: ServerThread, http: httpx.Client, llm: Any
-) -> None:
-    body = {"max_tokens": 1000, "temperature": 0, "logprobs": 20}
-    connection = stream_by_hand(server, **body)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    post(http, "/v1/completions", {"prompt": "KING", "max_tokens": 20})
-    server.wait_idle()  # the engine has long finished what is not read yet
-    content = b""
-    while b"[DONE]" not in content:
-        piece = connection.recv(65536)
-        assert piece
-        content += piece
-    connection.close()
-    expected = offline(llm, temperature=0, max_tokens=1000, ignore_eos=True)
-    tokens = text_of(content)
-    assert tokens == expected.text
+def test_a_slow_reader_slows_nobody_and_loses_nothing() -> None:
+    """Pitfall 42: what it does not read is neither dropped nor queued event by event."""
+    with fake_server() as server:
+        fields = {"prompt": [1, 2], "max_tokens": 3000, "return_token_ids": True}
+        connection = stream_by_hand(server, receive_buffer=4096, **fields)
+        wait_until(lambda: server.engine.num_unfinished == 1)
+        other = {"prompt": [3], "max_tokens": 20, "ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=other).status_code == 200
+        server.wait_idle()  # the engine has long finished what is not read yet
+        content = b""
+        while b"[DONE]" not in content:
+            piece = connection.recv(65536)
+            assert piece
+            content += piece
+        connection.close()
+    choices = [event["choices"][0] for event in events_of(content)]
+    token_ids = [token for choice in choices for token in choice["token_ids"]]
+    assert token_ids == expected_output([1, 2], 3000, VOCABULARY)
+    assert choices[-1]["finish_reason"] == "length"
+    assert len(choices) < 3000
 
 
-def text_of(content: bytes) -> str:
-    """The text in a chunked response of events."""
+def events_of(content: bytes) -> list[Any]:
+    """The events in a chunked response, without the last."""
     _, _, rest = content.partition(b"\r\n\r\n")
     body = b""
     while rest:
         size, _, rest = rest.partition(b"\r\n")
         body += rest[: int(size, 16)]
         rest = rest[int(size, 16) + 2 :]
-        if int(size, 16) == 0:
-            break
-    events = [e.removeprefix(b"data: ") for e in body.split(b"\n\n") if e]
-    return "".join(json.loads(e)["choices"][0]["text"] for e in events if e != b"[DONE]")
+    *events, done = [e.removeprefix(b"data: ") for e in body.split(b"\n\n") if e]
+    assert done == b"[DONE]"
+    return [json.loads(event) for event in events]
 
 
 def test_a_huge_prompt_does_not_stop_the_streams(server: ServerThread, http: httpx.Client) -> None:
@@ -614,21 +620,33 @@ def test_a_huge_prompt_does_not_stop_the_streams(server: ServerThread, http: htt
 # ---- the end
 
 
+RUNNING: Any = {"prompt": [1, 2], "max_tokens": 3000, "stream": True, "ignore_eos": True}
+
+
+@contextmanager
+def running(server: ServerThread, **fields: Any) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun."""
+    with (
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as http,
+        http.stream("POST", "/v1/completions", json={**RUNNING, **fields}) as response,
+    ):
+        assert response.status_code == 200
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
 def test_draining_ends_what_runs_and_refuses_the_rest() -> None:
-    with ServerThread() as server, httpx.Client(base_url=server.url, timeout=TIMEOUT) as http:
-        running = {"prompt": PROMPT, "max_tokens": 300, "stream": True, "ignore_eos": True}
-        with http.stream("POST", "/v1/completions", json=running) as response:
-            lines = response.iter_lines()
-            next(lines)
+    with fake_server() as server:
+        with running(server) as lines:
             server.stop()
             wait_until(lambda: server.api.is_draining)
-            with httpx.Client(base_url=server.url, timeout=TIMEOUT) as other:
-                refusal(other.post("/v1/completions", json={"prompt": "a"}), 503)
-                refusal(other.get("/ready"), 503)
-                assert other.get("/health").status_code == 200
-            rest = list(lines)
-        assert '"finish_reason":"length"' in "".join(rest)
-        assert rest[-2] == "data: [DONE]"
+            refusal(httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]}), 503)
+            refusal(httpx.get(f"{server.url}/ready"), 503)
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            *_, last, done = lines
+        assert '"finish_reason":"length"' in last
+        assert done == "data: [DONE]"
         server.join()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
@@ -636,20 +654,67 @@ def test_draining_ends_what_runs_and_refuses_the_rest() -> None:
 
 @pytest.mark.parametrize("ask_twice", [True, False])
 def test_what_does_not_end_in_time_is_told(ask_twice: bool) -> None:
-    timeout = TIMEOUT if ask_twice else 0.1
-    with ServerThread(drain_timeout=timeout) as server:
-        http = httpx.Client(base_url=server.url, timeout=TIMEOUT)
-        running = {"prompt": PROMPT, "max_tokens": 3000, "stream": True, "ignore_eos": True}
-        with http, http.stream("POST", "/v1/completions", json=running) as response:
-            lines = response.iter_lines()
-            next(lines)
+    with fake_server(drain_timeout=TIMEOUT if ask_twice else 0.05) as server:
+        with running(server) as lines:
             server.stop()
             if ask_twice:
                 server.stop()
-            *_, error, _, done, _ = list(lines)
+            *_, error, done = lines
         assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
         assert done == "data: [DONE]"
         server.join()
+
+
+def test_a_dead_engine_is_told_at_once() -> None:
+    """Pitfall 30: to streams as an event, to others as a status; /health says it too."""
+    dying = threading.Event()
+
+    def step() -> Any:
+        if dying.is_set():
+            raise RuntimeError("secret reason")
+        time.sleep(0.01)
+        return []
+
+    with fake_server(step=step) as server:
+        answers: list[httpx.Response] = []
+
+        def ask(stream: bool) -> None:
+            body = {**RUNNING, "stream": stream}
+            url = f"{server.url}/v1/completions"
+            answers.append(httpx.post(url, json=body, timeout=TIMEOUT))
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: server.engine.num_unfinished == 2)
+        dying.set()
+        for thread in threads:
+            thread.join(TIMEOUT)
+        answers.append(httpx.get(f"{server.url}/health"))
+        answers.append(httpx.get(f"{server.url}/ready"))
+        answers.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]}))
+        assert len(answers) == 5
+        for answer in answers:
+            assert refusal(answer, 503)["code"] == "engine_dead"
+            assert "secret" not in answer.text
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+
+
+def test_a_failing_step_ends_its_requests_with_an_error() -> None:
+    """In mid-stream: an event, and the stream's usual end. The engine lives on."""
+    with fake_server() as server:
+        runner = server.engine_in_thread.runner
+        submit = runner.submit
+        with running(server) as lines:
+            runner.submit = None
+            *_, error, done = lines
+        runner.submit = submit
+        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+        assert "NoneType" not in error
+        assert done == "data: [DONE]"
+        body = {"prompt": [1], "max_tokens": 2}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        server.wait_idle()
 
 
 def test_a_port_in_use_is_named() -> None:
