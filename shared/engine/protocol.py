@@ -39,13 +39,15 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+    def check_request(
+        self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
+    ) -> np.ndarray:
         """The prompt as an array. Raises the ValueError that `add_request` would raise; enqueues
         nothing."""
         ...
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
     ) -> None:
         """Queue a request. Raises ValueError, with nothing enqueued, if it can never run."""
         ...

@@ -243,10 +243,10 @@ class AsyncEngine:
 
     def _watch(self) -> None:
         transport = self._client.transport
-        readers = {transport.endpoint: self._receive, transport.lifeline: self._listen_for_end}
-        for end, callback in readers.items():
-            self._watched.append(end.fileno())
-            self._loop.add_reader(end.fileno(), callback)
+        endpoint, lifeline = transport.endpoint.fileno(), transport.lifeline.fileno()
+        self._loop.add_reader(endpoint, self._receive)
+        self._loop.add_reader(lifeline, self._listen_for_end)
+        self._watched = [endpoint, lifeline]
 
     def _unwatch(self) -> None:
         for descriptor in self._watched:

@@ -258,7 +258,6 @@ class EngineClient:
                 kind = ValueError if failure.kind == ValueError.__name__ else OSError
                 self.error = kind(failure.message)
             else:
-                self.error = EngineDeadError(
-                    f"the engine failed: {failure.kind}: {failure.message}"
-                )
+                reason = f"{failure.kind}: {failure.message}"
+                self.error = EngineDeadError(f"the engine failed: {reason}")
         self._expected.clear()

@@ -52,7 +52,7 @@ class OnlineConfig(EngineConfig):
 OWN_FIELDS = OnlineConfig.model_fields.keys() - EngineConfig.model_fields.keys()
 
 
-def _config_classes() -> list[type[EngineConfig]]:
+def _config_classes() -> list[type[Any]]:
     """Of all engines, the default one first: where two differ in a default, its own is shown."""
     names = sorted(engines(), key=lambda name: name != DEFAULT_ENGINE)
     classes = dict.fromkeys(load(name).Config for name in names)

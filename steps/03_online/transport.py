@@ -114,8 +114,9 @@ class Transport(ABC):
         """As `Endpoint.wait`."""
         return self.endpoint.wait(self.lifeline, timeout)
 
+    @abstractmethod
     def connected(self) -> None:
-        """Call when the engine has said hello."""
+        """Call when the engine has said hello: its address is needed no longer. Idempotent."""
 
     def close(self, timeout: float = END_SECONDS) -> str:
         """Wait for the engine, which has been told to end or has ended; by force after `timeout`
@@ -163,10 +164,10 @@ class ProcessTransport(Transport):
             address = f"ipc://{self._directory}/engine"
             self._open(address)
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-            with self._their_lifeline as stdin:
+            with self._their_lifeline:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", f"{__package__}.engine_process", address, build],
-                    stdin=stdin,
+                    stdin=self._their_lifeline.fileno(),
                     env={**os.environ, "PYTHONPATH": path},
                     process_group=0,
                 )
@@ -211,6 +212,9 @@ class ThreadTransport(Transport):
         finally:
             endpoint.close()
             self._their_lifeline.close()
+
+    def connected(self) -> None:
+        pass
 
     def _end(self, in_time: bool) -> str:
         self._thread.join(REAP_SECONDS if in_time else 0)
