@@ -18,7 +18,7 @@ from tests.online_server import TIMEOUT, ServerThread
 pytestmark = pytest.mark.slow
 
 NUM_STREAMS = 200
-BLOCKS = 120  # not enough for all: some are preempted
+BLOCKS = 40  # not enough for all that run: some are preempted
 
 
 async def read_stream(
@@ -55,7 +55,7 @@ async def read_stream(
 def test_survivors_are_complete_and_the_pool_is_whole() -> None:
     draw = random.Random(0)
     prompts = [f"Act {number}. ROMEO:\n" * draw.randint(1, 6) for number in range(NUM_STREAMS)]
-    lengths = [draw.randint(4, 40) for _ in prompts]
+    lengths = [draw.randint(10, 60) for _ in prompts]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     leaving = [draw.randint(0, n // 2) if draw.random() < 0.4 else None for n in lengths]
     pauses = [draw.choice((0, 0, 0, 0.05)) for _ in prompts]
