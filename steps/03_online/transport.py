@@ -10,6 +10,7 @@ the other one sees the end of that stream at once, also in the middle of a step.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -56,7 +57,7 @@ class Endpoint:
 
     @property
     def can_send(self) -> bool:
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+        return self._can(zmq.POLLOUT)
 
     def send(self, frame: bytes) -> bool:
         """False, with nothing sent, if too much is under way."""
@@ -68,7 +69,7 @@ class Endpoint:
 
     def receive(self) -> bytes | None:
         """The next frame, or None if there is none now."""
-        if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if not self._can(zmq.POLLIN):
             return None
         return self._socket.recv(zmq.NOBLOCK)
 
@@ -80,8 +81,11 @@ class Endpoint:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
         poller.register(lifeline.fileno(), zmq.POLLIN)
-        ready = dict(poller.poll(None if timeout is None else timeout * 1e3))
+        ready = dict(poller.poll(None if timeout is None else math.ceil(timeout * 1e3)))
         return lifeline.fileno() in ready
+
+    def _can(self, event: int) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & event)
 
     def fileno(self) -> int:
         """Becomes readable when something may have come. Read until there is nothing more, and
