@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
@@ -72,18 +72,10 @@ class Workload:
     @cached_property
     def sha256(self) -> str:
         """Hash of the content: prompts, output lengths, sampling, arrival times, window."""
-        digest = hashlib.sha256(json.dumps([self.name, self.window]).encode())
-        for request in self.requests:
-            values = [
-                len(request.prompt),
-                request.max_tokens,
-                request.temperature,
-                request.arrival,
-                request.wave,
-            ]
-            digest.update(json.dumps(values).encode())
-            digest.update(np.asarray(request.prompt, dtype="<u4").tobytes())
-        return digest.hexdigest()
+        return content_hash(
+            [self.name, self.window],
+            ((r.prompt, [r.max_tokens, r.temperature, r.arrival, r.wave]) for r in self.requests),
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,6 +90,17 @@ class Workload:
         return replace(self, requests=kept, window=window)
 
 
+def content_hash(
+    head: Sequence[Any], requests: Iterable[tuple[Sequence[int], Sequence[Any]]]
+) -> str:
+    """SHA-256 of what a workload consists of; each request is (prompt, whatever else it has)."""
+    digest = hashlib.sha256(json.dumps(head).encode())
+    for prompt, values in requests:
+        digest.update(json.dumps([len(prompt), *values]).encode())
+        digest.update(np.asarray(prompt, dtype="<u4").tobytes())
+    return digest.hexdigest()
+
+
 def build_workload(name: WorkloadName, scale: Scale, vocab_size: int, repeat: int = 0) -> Workload:
     """The workload's requests. Raises ValueError for an unknown name or scale.
 
@@ -109,7 +112,7 @@ def build_workload(name: WorkloadName, scale: Scale, vocab_size: int, repeat: in
         raise ValueError(f"no scale {scale!r}; there are: {', '.join(SCALES)}")
     id_limit = min(ID_LIMIT, vocab_size)
     # A string seed is hashed by Random itself, the same way everywhere.
-    ids = _Ids(Random(f"{name} ids {repeat}"), id_limit)
+    ids = TokenIds(Random(f"{name} ids {repeat}"), id_limit)
     requests, window = _BUILDERS[name](scale, ids)
     return Workload(name, scale, id_limit, repeat, tuple(requests), window)
 
@@ -137,7 +140,9 @@ _ENGINE_OPTIONS: dict[tuple[WorkloadName, Scale], dict[str, Any]] = {
 
 
 @dataclass
-class _Ids:
+class TokenIds:
+    """Draws prompts of ids below a limit."""
+
     random: Random
     limit: int
 
@@ -168,14 +173,14 @@ def _nano_lengths() -> list[tuple[int, int]]:
     return [(prompt, random.randint(100, 1024)) for prompt in prompts]
 
 
-def _nano(scale: Scale, ids: _Ids) -> Built:
+def _nano(scale: Scale, ids: TokenIds) -> Built:
     lengths = _nano_lengths()
     if scale == "cpu":  # a quarter of the requests, an eighth of their lengths: 12-128
         lengths = [(prompt // 8, output // 8) for prompt, output in lengths[:64]]
     return [Request(ids.draw(prompt), output) for prompt, output in lengths], None
 
 
-def _decode_gap(scale: Scale, ids: _Ids) -> Built:
+def _decode_gap(scale: Scale, ids: TokenIds) -> Built:
     """Steady decodes, and long prompts that get in their way at fixed intervals."""
     steady, steady_prompt, prompt, output, interval, window = {
         "cpu": (4, 64, 1024, 8, 1.0, 8.0),
@@ -188,7 +193,7 @@ def _decode_gap(scale: Scale, ids: _Ids) -> Built:
     return requests, window
 
 
-def _shared_prefix(scale: Scale, ids: _Ids) -> Built:
+def _shared_prefix(scale: Scale, ids: TokenIds) -> Built:
     """Two waves over the same prefixes: in the second, every owner of a prefix has gone.
 
     Within a wave the prefixes take turns, so that neighbours in the queue do not share.
@@ -211,8 +216,8 @@ def _shared_prefix(scale: Scale, ids: _Ids) -> Built:
     return requests, None
 
 
-def _batch(size: int, prompt: int) -> Callable[[Scale, _Ids], Built]:
-    def build(scale: Scale, ids: _Ids) -> Built:
+def _batch(size: int, prompt: int) -> Callable[[Scale, TokenIds], Built]:
+    def build(scale: Scale, ids: TokenIds) -> Built:
         length = prompt if scale != "cpu" else min(prompt, 64)
         output = 256 if scale != "cpu" else 64
         return [Request(ids.draw(length), output) for _ in range(size)], None
@@ -220,7 +225,7 @@ def _batch(size: int, prompt: int) -> Callable[[Scale, _Ids], Built]:
     return build
 
 
-_BUILDERS: dict[WorkloadName, Callable[[Scale, _Ids], Built]] = {
+_BUILDERS: dict[WorkloadName, Callable[[Scale, TokenIds], Built]] = {
     "nano": _nano,
     "decode_gap": _decode_gap,
     "shared_prefix": _shared_prefix,

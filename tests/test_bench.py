@@ -33,7 +33,7 @@ from bench.workloads import (
 from shared import EngineConfig, SamplingParams
 from shared.models.config import ModelConfig, real_model_config
 from shared.outputs import StepOutput
-from steps import load, names
+from steps import engines, load
 
 QWEN_VOCABULARY = 151_936
 TINY_VOCABULARY = 4096
@@ -392,7 +392,7 @@ def test_a_real_engine_runs_the_workload_of_the_cpu() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", names())
+@pytest.mark.parametrize("stage", engines())
 def test_host_time_of_a_decode_step(stage: str) -> None:
     measured = measure_host(stage, rows=4, prompt=8, steps=20)
     assert measured.count == 19

@@ -14,6 +14,8 @@ import msgspec
 
 from bench.decode_profile import ProfileReport
 from bench.kernels import KernelReport
+from bench.online import report
+from bench.online.row import read_online
 from bench.result import read_results
 from bench.tables import markdown
 from tools import generated_page
@@ -78,26 +80,27 @@ def decode_profile(report: ProfileReport) -> str:
     return "\n".join([*lines, "", f"Floor in brackets. Commit {commit}; {versions}."])
 
 
-# How a file's name begins -> what it holds, and the table made of it. Others hold workloads' rows.
-REPORTS: dict[str, tuple[type[Any], Callable[[Any], str]]] = {
-    "kernels": (KernelReport, kernels),
-    "decode_profile": (ProfileReport, decode_profile),
+def _decoded(kind: type[Any], table: Callable[[Any], str]) -> Callable[[Path], str]:
+    return lambda path: table(msgspec.json.decode(path.read_bytes(), type=kind))
+
+
+# How a file's name begins -> the tables made of the file. Others hold rows of offline workloads.
+TABLES: dict[str, Callable[[Path], str]] = {
+    "kernels": _decoded(KernelReport, kernels),
+    "decode_profile": _decoded(ProfileReport, decode_profile),
+    "online": lambda path: report.markdown(read_online(path)),
+    "": lambda path: markdown(read_results(path)),
 }
 
 
 def section(path: Path) -> str:
-    """A file's tables. Raises ValueError for a file that holds no known kind of result."""
+    """A file's tables. Raises ValueError for a file that does not hold what its name says."""
     name = path.relative_to(ROOT)
-    for begin, (kind, table) in REPORTS.items():
-        if path.name.startswith(begin):
-            try:
-                tables = table(msgspec.json.decode(path.read_bytes(), type=kind))
-            except msgspec.DecodeError as error:
-                raise ValueError(f"{name} does not hold what its name says: {error}") from error
-            break
-    else:
-        tables = markdown(read_results(path)).strip()
-    return f"## `{name}`\n\n{tables}"
+    make = next(make for begin, make in TABLES.items() if path.name.startswith(begin))
+    try:
+        return f"## `{name}`\n\n{make(path).strip()}"
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{name} does not hold what its name says: {error}") from error
 
 
 def rewritten(text: str) -> str:
