@@ -60,6 +60,13 @@ class Picture:
             'marker-end="url(#head)"/>'
         )
 
+    def line(self, points: list[tuple[float, float]], colour: str) -> None:
+        """A plain line through the points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+        )
+
     def svg(self, width: float, height: float, title: str) -> str:
         """The whole file; the paper is white, so that it can be read on a dark page as well."""
         head = (
