@@ -1,6 +1,6 @@
 """Draw the recorded traces of all stages below each other, on one time axis, for the docs.
 
-python -m tools.draw_timelines             # docs/images/timeline_stages.svg and one SVG per stage
+python -m tools.draw_timelines             # the timelines in docs/images
 python -m tools.draw_timelines --check     # exit status 1 if a picture is out of date
 python -m tools.draw_timelines --record    # run the scenarios of every stage first
 
@@ -14,15 +14,19 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+
+import msgspec
 
 from shared.engine.trace import StepRecord, read_trace
 from steps import load, names
+from tools import draw_trace
+from tools.docsite import traces
 from tools.draw_trace import duration
 from tools.svg import FAINT, Picture
 
 ROOT = Path(__file__).parent.parent
-TRACES = ROOT / "docs" / "trace_viewer" / "traces"
 IMAGES = ROOT / "docs" / "images"
 SCENARIO = "long_prompt"
 # Prompt tokens a step in each recorded scenario, for the stages that have the option.
@@ -42,17 +46,17 @@ def pool_size(records: list[StepRecord]) -> int:
     return max(record.free_blocks for record in records)
 
 
-def draw(traces: dict[str, list[StepRecord]], title: str) -> str:
+def draw(panels: dict[str, list[StepRecord]], title: str) -> str:
     """Panels on one time axis. Raises ValueError if there are no steps."""
-    if not traces or not all(traces.values()):
+    if not panels or not all(panels.values()):
         raise ValueError("a trace holds no steps")
-    longest = max(sum(map(duration, records)) for records in traces.values())
-    most = max(len(r.decodes) + num_prefilled(r) for records in traces.values() for r in records)
+    longest = max(sum(map(duration, records)) for records in panels.values())
+    most = max(len(r.decodes) + num_prefilled(r) for records in panels.values() for r in records)
     picture = Picture()
     _legend(picture)
-    for index, (stage, records) in enumerate(traces.items()):
+    for index, (stage, records) in enumerate(panels.items()):
         _panel(picture, TOP + index * (HEIGHT + GAP), stage, records, WIDTH / longest, most)
-    bottom = TOP + len(traces) * (HEIGHT + GAP) - GAP + 24
+    bottom = TOP + len(panels) * (HEIGHT + GAP) - GAP + 24
     interval = next(ms for ms in (10, 20, 50, 100, 200, 500, 1000, 10**9) if longest / ms <= 12)
     for tick in range(0, int(longest) + 1, interval):
         picture.text(LEFT + tick * WIDTH / longest, bottom + 12, str(tick), size=10, fill=FAINT)
@@ -69,8 +73,10 @@ def _panel(
     most: int,
 ) -> None:
     total = sum(map(duration, records))
-    gaps = waits(records)
-    note = f"{len(records)} steps, {total:,.0f} ms; longest wait of a decoding request {gaps:,.0f} ms"
+    gaps = traces.longest_wait([msgspec.to_builtins(record) for record in records])
+    note = (
+        f"{len(records)} steps, {total:,.0f} ms; longest wait of a decoding request {gaps:,.0f} ms"
+    )
     picture.text(LEFT, top - 4, stage, anchor="start", size=12.5, bold=True)
     picture.text(LEFT + 150, top - 4, note, anchor="start", size=11, fill=FAINT)
     base, x, pool = top + HEIGHT + 4, LEFT, pool_size(records)
@@ -90,20 +96,6 @@ def _panel(
     picture.line(line, KV)
 
 
-def waits(records: list[StepRecord]) -> float:
-    """The longest time between two tokens of one request, in milliseconds."""
-    last: dict[str, float] = {}
-    longest = clock = 0.0
-    for record in records:
-        clock += duration(record)
-        for name in record.decodes:
-            longest = max(longest, clock - last.get(name, clock))
-            last[name] = clock
-        for name, _, _ in record.prefills:
-            last[name] = clock  # of the chunks, the last one stays: it gives the first token
-    return longest
-
-
 def _legend(picture: Picture) -> None:
     x = LEFT
     for colour, text in (
@@ -120,7 +112,7 @@ def _legend(picture: Picture) -> None:
 
 def recorded(scenario: str) -> dict[str, list[StepRecord]]:
     """Stage -> steps, for every stage with a recorded trace."""
-    found = sorted(TRACES.glob(f"*__{scenario}.jsonl"))
+    found = sorted(traces.TRACES.glob(f"*__{scenario}.jsonl"))
     return {path.stem.split("__")[0]: read_trace(path) for path in found}
 
 
@@ -129,7 +121,7 @@ def record_all() -> None:
     for stage in names():
         config = load(stage).Config
         for scenario, tokens in PREFILL_TOKENS.items():
-            output = TRACES / f"{stage}__{scenario}.jsonl"
+            output = traces.TRACES / f"{stage}__{scenario}.jsonl"
             command = [sys.executable, "-m", "tools.record_trace", stage, scenario, str(output)]
             if "max_prefill_tokens_per_step" in config.model_fields:
                 command += ["--set", f"max_prefill_tokens_per_step={tokens}"]
@@ -138,13 +130,18 @@ def record_all() -> None:
 
 def pictures() -> dict[str, str]:
     """File name -> content."""
-    traces = recorded(SCENARIO)
-    made = {"timeline_stages.svg": draw(traces, "The same arrivals in every stage")}
-    stages = list(traces)
-    for before, stage in zip(stages, stages[1:], strict=False):
-        pair = {before: traces[before], stage: traces[stage]}
+    found = recorded(SCENARIO)
+    made = {"timeline_stages.svg": draw(found, "The same arrivals in every stage")}
+    stages = list(found)
+    for before, stage in pairwise(stages):
+        pair = {before: found[before], stage: found[stage]}
         made[f"timeline_{stage}.svg"] = draw(pair, f"The same arrivals in {before} and {stage}")
-    made[f"timeline_{stages[0]}.svg"] = draw({stages[0]: traces[stages[0]]}, stages[0])
+    for stage, records in found.items():
+        title = f"{stage}: what every sequence did, by time"
+        made[f"{stage[:2]}_timeline_ms.svg"] = draw_trace.draw(records, "time", title)
+    first = stages[0]
+    title = f"{first}: what every sequence did, by step"
+    made[f"{first[:2]}_timeline.svg"] = draw_trace.draw(found[first], "steps", title)
     return made
 
 

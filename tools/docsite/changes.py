@@ -20,7 +20,9 @@ class FileChange:
 
 
 def stages() -> list[str]:
-    return sorted(p.name for p in (ROOT / "steps").glob("[0-9][0-9]_*") if (p / "__init__.py").exists())
+    return sorted(
+        p.name for p in (ROOT / "steps").glob("[0-9][0-9]_*") if (p / "__init__.py").exists()
+    )
 
 
 def before(stage: str) -> str | None:
@@ -115,7 +117,9 @@ def _imports(path: str) -> list[str]:
         ):
             stage = str(node.args[0].value)
             if (ROOT / "steps" / stage).is_dir():
-                found += [f"steps/{stage}/{name}" for name in files_of(stage) if name.endswith(".py")]
+                found += [
+                    f"steps/{stage}/{name}" for name in files_of(stage) if name.endswith(".py")
+                ]
     return [name for name in found if name.split("/")[0] in ("shared", "steps")]
 
 

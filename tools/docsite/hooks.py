@@ -13,7 +13,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
 
-from tools.docsite import sources
+from tools.docsite import results, sources, traces
 from tools.docsite.macros import Expander, PageError
 
 SOURCE = "source/"
@@ -23,6 +23,8 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add a page for every source file, so that links to lines work without a network."""
     sources.read.cache_clear()  # `mkdocs serve` builds again and again
     sources._names.cache_clear()
+    results.rows_of.cache_clear()
+    traces.read.cache_clear()
     paths = sources.python_files()
     for path in paths:
         files.append(File.generated(config, f"{SOURCE}{path}.md", content=source_page(path)))

@@ -2,15 +2,20 @@
 
     {{ source PATH NAME }}            a function, class or constant; without a name the whole file
     {{ source PATH NAME fold }}       the same, folded
+    {{ at PATH NAME }}                a link to it, in a sentence
     {{ changed STAGE }}               files, lines, folded differences, what is reused unchanged
     {{ results STAGE WORKLOAD,... against=STAGE,... without=FILE,... }}
     {{ ladder WORKLOAD,... }}         newest row of every stage
     {{ sweep FILE OPTION METRIC,... }}
     {{ number FILE STAGE WORKLOAD METRIC FORMAT option=value ... }}
     {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT }}
-    {{ kernels OPERATION }}
+    {{ kernels OPERATION }}           all measured shapes of a kernel
+    {{ kernel_row OPERATION SHAPE }}  one of them
     {{ lines PATH NAME }}             how many lines that region has
     {{ figure FILE "description" }}   an SVG of docs/images, in the colours of the page
+    {{ step_ms TRACE STEP }}          how long a step of a recorded trace took
+    {{ step_count TRACE }}            how many there are
+    {{ wait_ms TRACE }}               the longest wait of a decoding request
     {{ traces }}                      the recorded traces of docs/trace_viewer/traces
 
 and two kinds of fenced block, one entry per line:
@@ -28,12 +33,11 @@ from collections.abc import Callable
 
 from mkdocs.utils import get_relative_url
 
-from tools.docsite import ROOT, changes, results, sources
+from tools.docsite import ROOT, changes, results, sources, traces
 from tools.docsite.sources import Region
 
 MACRO = re.compile(r"\{\{ (\w+)( [^{}\n]*?)? \}\}")
 FENCE = re.compile(r"^```(sourcemap|reading)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TRACES = ROOT / "docs" / "trace_viewer" / "traces"
 # Colours that tools/svg.py and its users draw with -> the page's variable for them.
 FIGURE_COLOURS = {
     "#ffffff": "paper", "#222222": "ink", "#8a8a8a": "faint", "#555555": "line",
@@ -59,8 +63,15 @@ class Expander:
             "number": results.number,
             "ratio": results.ratio,
             "kernels": results.kernel_rows,
+            "kernel_row": results.kernel_rows,
             "lines": lambda path, name="": str(sources.region(path, name).num_lines),
+            "at": self.at,
             "figure": self.figure,
+            "step_ms": lambda name, step: (
+                f"{traces.milliseconds(traces.read(name)[int(step)]):.0f}"
+            ),
+            "step_count": lambda name: str(len(traces.read(name))),
+            "wait_ms": lambda name: f"{traces.longest_wait(traces.read(name)):.0f}",
             "traces": self.traces,
         }
 
@@ -112,6 +123,9 @@ class Expander:
         inner = f'<p class="where">{self.link(region, where)}</p>\n\n{code}'
         return f'??? quote "{title}"\n\n{_indented(inner)}\n'
 
+    def at(self, path: str, name: str = "") -> str:
+        return f"<code>{self.link(sources.region(path, name), name or path)}</code>"
+
     def source_map(self, entries: list[list[str]]) -> str:
         lines = ["| what | where | lines |", "|---|---|---:|"]
         for what, spot in entries:
@@ -146,7 +160,9 @@ class Expander:
             text = self._differences(stage, before, [c for c in found if c.added or c.removed])
             same = [c.name for c in found if not (c.added or c.removed)]
             if same:
-                text += f"\n\nEqual to stage {before[:2]}: " + ", ".join(f"`{n}`" for n in same) + "."
+                text += (
+                    f"\n\nEqual to stage {before[:2]}: " + ", ".join(f"`{n}`" for n in same) + "."
+                )
         return f"{text}\n\n{self._reused(stage)}"
 
     def _differences(self, stage: str, before: str, found: list[changes.FileChange]) -> str:
@@ -201,7 +217,7 @@ class Expander:
 
     def traces(self) -> str:
         parts = []
-        for path in sorted(TRACES.glob("*.jsonl")):
+        for path in sorted(traces.TRACES.glob("*.jsonl")):
             # "</" would end the script element.
             text = path.read_text().replace("</", "<\\/")
             parts.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from tools.docsite import ROOT
@@ -55,7 +54,9 @@ def rows_of(name: str) -> tuple[Row, ...]:
     if not isinstance(content, list):
         return ()
     return tuple(
-        row for row in content if isinstance(row, dict) and {"stage", "medians", "workload"} <= row.keys()
+        row
+        for row in content
+        if isinstance(row, dict) and {"stage", "medians", "workload"} <= row.keys()
     )
 
 
@@ -71,12 +72,19 @@ def context(row: Row) -> tuple[str, ...]:
     place = place or f"{hardware['cpu']}, {hardware['cpu_count']} cores"
     model = row["config"].get("model") or "bundled model"
     dtype = row["config"].get("dtype", "dtype unknown")
-    return (f"{work['name']}, {work['scale']} size", f"{model}, {dtype}", place, work["sha256"][:12])
+    return (
+        f"{work['name']}, {work['scale']} size",
+        f"{model}, {dtype}",
+        place,
+        work["sha256"][:12],
+    )
 
 
 def settings(row: Row) -> str:
     config, parts = row["config"], []
-    parts.append(f"{config.get('attention_backend', '?')}, block {config.get('kvcache_block_size')}")
+    parts.append(
+        f"{config.get('attention_backend', '?')}, block {config.get('kvcache_block_size')}"
+    )
     for name, form in SETTINGS.items():
         value = config.get(name)
         if value is not None and value != DEFAULTS.get(name):
@@ -101,7 +109,10 @@ def table(rows: Sequence[Row], metrics: Sequence[str], source: str) -> str:
     """Rows of one context, with the context below."""
     metrics = [m for m in metrics if any(m in row["medians"] for row in rows)]
     headers = ["stage", *(COLUMNS[m][0] for m in metrics), "% of floor", "settings", "runs"]
-    lines = ["| " + " | ".join(headers) + " |", "|---|" + "---:|" * (len(metrics) + 1) + "---|---:|"]
+    lines = [
+        "| " + " | ".join(headers) + " |",
+        "|---|" + "---:|" * (len(metrics) + 1) + "---|---:|",
+    ]
     for row in rows:
         floor = row.get("percent_of_floor")
         cells = [
@@ -115,8 +126,8 @@ def table(rows: Sequence[Row], metrics: Sequence[str], source: str) -> str:
     commits = ", ".join(dict.fromkeys(commit(row) for row in rows))
     where = "; ".join(context(rows[0])[:3])
     note = (
-        f"<small>{where}. Median (smallest-largest) of the runs. `bench/results/{source}`, workload "
-        f"`{context(rows[0])[3]}`, commit {commits}.</small>"
+        f"<small>{where}. Median (smallest-largest) of the runs. `bench/results/{source}`, "
+        f"workload `{context(rows[0])[3]}`, commit {commits}.</small>"
     )
     return "\n".join([*lines, "", note])
 
@@ -163,7 +174,9 @@ def ladder(workloads: Sequence[str]) -> str:
                     kept[0].get("created", ""),
                 ):
                     newest[row["stage"]] = (row, name)
-    ordered = sorted(groups.items(), key=lambda item: (workloads.index(item[0][0].split(",")[0]), item[0]))
+    ordered = sorted(
+        groups.items(), key=lambda item: (workloads.index(item[0][0].split(",")[0]), item[0])
+    )
     parts = []
     for key, newest in ordered:
         rows = [newest[stage][0] for stage in sorted(newest)]
@@ -224,35 +237,45 @@ def sweep(name: str, option: str, metrics: Sequence[str]) -> str:
     first = groups[ordered[0][0]][0]
     note = "; ".join(context(first)[:3])
     return "\n".join(
-        [*lines, "", f"<small>{note}. One value per run. `bench/results/{name}`, commit {commit(first)}.</small>"]
+        [
+            *lines,
+            "",
+            (
+                f"<small>{note}. One value per run. `bench/results/{name}`, "
+                f"commit {commit(first)}.</small>"
+            ),
+        ]
     )
 
 
-def kernel_rows(operation: str) -> str:
-    """What bench/results/kernels_*.json say about one kernel."""
+def kernel_rows(operation: str, shape: str | None = None) -> str:
+    """What bench/results/kernels_*.json say about one kernel, or one shape of it."""
     parts = []
     for path in sorted(RESULTS.rglob("kernels_*.json")):
         report = json.loads(path.read_text())
-        rows = [row for row in report["rows"] if row["operation"] == operation]
+        rows = [
+            row
+            for row in report["rows"]
+            if row["operation"] == operation and shape in (None, row["shape"])
+        ]
         if not rows:
             continue
         gpus = ", ".join(gpu["name"] for gpu in report["hardware"]["gpus"])
-        lines = ["| shape | implementation | µs | rate | % of ceiling |", "|---|---|---:|---:|---:|"]
+        lines = [
+            "| shape | implementation | µs | rate | % of ceiling |",
+            "|---|---|---:|---:|---:|",
+        ]
         lines += [
             f"| {row['shape']} | {row['implementation']} | {row['microseconds']:,.1f} | "
             f"{row['rate']:,.0f} {row['unit']} | {row['percent_of_ceiling']:.0f} |"
             for row in rows
         ]
         note = (
-            f"<small>{gpus}, bfloat16; a copy reaches {report['copy_gb_per_second']:,.0f} GB/s, a matrix "
-            f"product {report['matmul_tflop_per_second']:,.0f} TFLOP/s. `bench/results/"
-            f"{path.relative_to(RESULTS)}`, commit {(report.get('commit') or 'unknown')[:10]}.</small>"
+            f"<small>{gpus}, bfloat16; a copy reaches {report['copy_gb_per_second']:,.0f} GB/s, a "
+            f"matrix product {report['matmul_tflop_per_second']:,.0f} TFLOP/s. `bench/results/"
+            f"{path.relative_to(RESULTS)}`, commit {commit(report)}.</small>"
         )
         parts.append("\n".join([*lines, "", note]))
     if not parts:
-        raise ValueError(f"no kernel results for {operation!r}")
+        raise ValueError(f"no kernel results for {operation!r} {shape or ''}")
     return "\n\n".join(parts)
-
-
-def path_of(name: str) -> Path:
-    return RESULTS / name

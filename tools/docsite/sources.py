@@ -13,7 +13,7 @@ from functools import cache
 
 from tools.docsite import ROOT
 
-PACKAGES = ("shared", "steps", "bench", "exercises")
+PACKAGES = ("shared", "steps", "bench", "exercises", "tests", "tools")
 
 
 @dataclass(frozen=True)
