@@ -11,6 +11,9 @@
     {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT }}
     {{ kernels OPERATION }}           all measured shapes of a kernel
     {{ kernel_row OPERATION SHAPE }}  one of them
+    {{ models }}                      sizes of the models in shared/models/configs
+    {{ memory }}                      weights, activations, graphs and pool of every GPU result
+    {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size
     {{ lines PATH NAME }}             how many lines that region has
     {{ figure FILE "description" }}   an SVG of docs/images, in the colours of the page
     {{ step_ms TRACE STEP }}          how long a step of a recorded trace took
@@ -27,13 +30,15 @@ and two kinds of fenced block, one entry per line:
 from __future__ import annotations
 
 import html
+import json
 import re
 import shlex
 from collections.abc import Callable
+from typing import Any
 
 from mkdocs.utils import get_relative_url
 
-from tools.docsite import ROOT, changes, results, sources, traces
+from tools.docsite import ROOT, changes, results, roofline, sources, traces
 from tools.docsite.sources import Region
 
 MACRO = re.compile(r"\{\{ (\w+)( [^{}\n]*?)? \}\}")
@@ -67,6 +72,9 @@ class Expander:
             "lines": lambda path, name="": str(sources.region(path, name).num_lines),
             "at": self.at,
             "figure": self.figure,
+            "memory": results.memory,
+            "models": model_table,
+            "roofline": self.roofline,
             "step_ms": lambda name, step: (
                 f"{traces.milliseconds(traces.read(name)[int(step)]):.0f}"
             ),
@@ -206,14 +214,13 @@ class Expander:
         )
 
     def figure(self, name: str, description: str) -> str:
-        svg = (ROOT / "docs" / "images" / name).read_text()
-        for colour, variable in FIGURE_COLOURS.items():
-            svg = svg.replace(f'"{colour}"', f'"var(--figure-{variable}, {colour})"')
-        svg = svg.replace("<svg ", f'<svg aria-label="{html.escape(description)}" ', 1)
-        # Markers are found by id, and a page may hold several figures.
-        marker = "head-" + re.sub(r"\W", "-", name)
-        svg = svg.replace('id="head"', f'id="{marker}"').replace("url(#head)", f"url(#{marker})")
-        return f'<figure class="svg">{"".join(svg.splitlines())}</figure>'
+        return _inline(name, (ROOT / "docs" / "images" / name).read_text(), description)
+
+    def roofline(self, model: str, context: str) -> str:
+        svg = roofline.picture(model, context)
+        description = f"Floor of a decode step of {model} by batch size"
+        figure = _inline(f"roofline-{model}", svg, description)
+        return f"{roofline.section(model, context)}\n\n{figure}"
 
     def traces(self) -> str:
         parts = []
@@ -227,6 +234,49 @@ class Expander:
         if not parts:
             raise ValueError("there are no recorded traces")
         return "\n".join(parts)
+
+
+def model_table() -> str:
+    """Numbers of the bundled configs, and the weights that follow from them."""
+    lines = [
+        "| | layers | hidden | heads / KV heads | head dim | intermediate | tied | parameters |",
+        "|---|---:|---:|---:|---:|---:|---|---:|",
+    ]
+    paths = [
+        *(ROOT / "shared" / "models" / "configs").glob("*.json"),
+        ROOT / "shared" / "checkpoints" / "tiny" / "config.json",
+    ]
+    configs = [(path, json.loads(path.read_text())) for path in paths]
+    for path, c in sorted(configs, key=lambda item: _num_parameters(item[1])):
+        name = "bundled" if path.parent.name == "tiny" else path.stem
+        lines.append(
+            f"| {name} | {c['num_hidden_layers']} | {c['hidden_size']:,} | "
+            f"{c['num_attention_heads']} / {c['num_key_value_heads']} | {c['head_dim']} | "
+            f"{c['intermediate_size']:,} | {'yes' if c['tie_word_embeddings'] else 'no'} | "
+            f"{_num_parameters(c) / 1e9:,.3f} billion |"
+        )
+    return "\n".join(lines)
+
+
+def _num_parameters(config: dict[str, Any]) -> int:
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    matrices = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    matrices += 3 * hidden * config["intermediate_size"]
+    norms = 2 * hidden + 2 * head_dim
+    embeddings = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
+    return config["num_hidden_layers"] * (matrices + norms) + embeddings + hidden
+
+
+def _inline(name: str, svg: str, description: str) -> str:
+    """An SVG as a part of the page, in the page's colours."""
+    for colour, variable in FIGURE_COLOURS.items():
+        svg = svg.replace(f'"{colour}"', f'"var(--figure-{variable}, {colour})"')
+    svg = svg.replace("<svg ", f'<svg aria-label="{html.escape(description)}" ', 1)
+    # Markers are found by id, and a page may hold several figures.
+    marker = "head-" + re.sub(r"\W", "-", name)
+    svg = svg.replace('id="head"', f'id="{marker}"').replace("url(#head)", f"url(#{marker})")
+    return f'<figure class="svg">{"".join(svg.splitlines())}</figure>'
 
 
 def _indented(text: str) -> str:

@@ -279,3 +279,33 @@ def kernel_rows(operation: str, shape: str | None = None) -> str:
     if not parts:
         raise ValueError(f"no kernel results for {operation!r} {shape or ''}")
     return "\n\n".join(parts)
+
+
+def memory() -> str:
+    """What the newest GPU row of every model says about its memory."""
+    newest: dict[tuple[str, str], tuple[Row, str]] = {}
+    for name in files():
+        for row in rows_of(name):
+            if row["hardware"].get("gpus") and row["config"].get("pool_bytes"):
+                key = (row["config"]["model"], row["hardware"]["gpus"][0]["name"])
+                if key not in newest or row["created"] >= newest[key][0]["created"]:
+                    newest[key] = (row, name)
+    if not newest:
+        raise ValueError("no GPU result says how its memory was used")
+    lines = [
+        "| model, GPU | of | weights | activations | graphs | pool | blocks | tokens |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (model, gpu), (row, _) in sorted(newest.items()):
+        config = row["config"]
+        total = row["hardware"]["gpus"][0]["memory_bytes"] * config["gpu_memory_utilization"]
+        sizes = [
+            total,
+            *(config[f"{n}_bytes"] for n in ("weights", "activations", "graphs", "pool")),
+        ]
+        cells = [f"{size / 2**30:,.2f} GiB" for size in sizes]
+        cells += [f"{config['num_kvcache_blocks']:,}", f"{config['tokens_in_pool']:,}"]
+        lines.append(f"| {model}, {gpu} | " + " | ".join(cells) + " |")
+    names = ", ".join(f"`bench/results/{n}`" for n in dict.fromkeys(n for _, n in newest.values()))
+    note = f"<small>Effective settings of the newest result of each model, {names}.</small>"
+    return "\n".join([*lines, "", note])
