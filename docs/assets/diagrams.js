@@ -47,15 +47,18 @@
       theme: "base",
       darkMode: dark,
       fontFamily: "system-ui, sans-serif",
-      themeVariables: { ...(dark ? DARK : LIGHT), fontSize: "14px" },
-      flowchart: { curve: "basis", padding: 10, nodeSpacing: 34, rankSpacing: 38 },
-      sequence: { mirrorActors: false, messageMargin: 26, boxMargin: 6 },
+      themeVariables: { ...(dark ? DARK : LIGHT), fontSize: "13px" },
+      flowchart: { curve: "basis", padding: 8, nodeSpacing: 22, rankSpacing: 30 },
+      sequence: { mirrorActors: false, messageMargin: 26, boxMargin: 6, actorMargin: 40, width: 130 },
     });
     for (const [index, { figure, source }] of figures.entries()) {
       if (mine !== round) return; // the scheme has changed meanwhile
       try {
         const { svg } = await mermaid.render(`diagram-${mine}-${index}`, source);
         figure.innerHTML = svg;
+        // Text below three quarters of its size cannot be read: rather scroll.
+        const drawn = figure.firstElementChild;
+        drawn.style.minWidth = `${0.75 * drawn.viewBox.baseVal.width}px`;
         figure.dataset.state = "drawn";
       } catch (error) {
         figure.dataset.state = "failed";
