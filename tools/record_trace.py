@@ -25,6 +25,17 @@ class Arrival:
     name: str
     num_prompt_tokens: int
     num_output_tokens: int
+    prefix: tuple[int, int] | None = None
+    """(seed, tokens): arrivals of equal seed begin with the same tokens."""
+
+    def prompt(self, random: Random) -> list[int]:
+        begin: list[int] = []
+        if self.prefix is not None:
+            seed, length = self.prefix
+            shared = Random(seed)
+            begin = [shared.randrange(3, 4096) for _ in range(length)]
+        rest = self.num_prompt_tokens - len(begin)
+        return begin + [random.randrange(3, 4096) for _ in range(rest)]
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,8 @@ class Scenario:
 SCENARIOS = {
     # Three short requests are decoding; one long prompt arrives, later two more at once.
     "long_prompt": Scenario(
-        {"max_num_batched_tokens": 1024},
+        # 256 blocks are enough for all of them; the default pool would make a picture of it empty.
+        {"max_num_batched_tokens": 1024, "num_kvcache_blocks": 256},
         [
             Arrival(0, "a", 24, 34),
             Arrival(0, "b", 40, 34),
@@ -50,6 +62,20 @@ SCENARIOS = {
     "small_pool": Scenario(
         {"num_kvcache_blocks": 11, "kvcache_block_size": 16},
         [Arrival(0, "a", 40, 30), Arrival(0, "b", 40, 30), Arrival(0, "c", 40, 30)],
+    ),
+    # Two prefixes of three blocks, asked for in turn, in a pool that cannot keep both and what
+    # follows them: hits, evictions and a preemption.
+    "prefixes": Scenario(
+        {"num_kvcache_blocks": 20, "kvcache_block_size": 16, "max_num_batched_tokens": 256},
+        [
+            Arrival(0, "a1", 60, 12, prefix=(1, 48)),
+            Arrival(3, "b1", 60, 12, prefix=(2, 48)),
+            Arrival(6, "a2", 66, 20, prefix=(1, 48)),
+            Arrival(9, "b2", 58, 30, prefix=(2, 48)),
+            Arrival(12, "other", 150, 8),
+            Arrival(26, "a3", 60, 8, prefix=(1, 48)),
+            Arrival(40, "b3", 60, 8, prefix=(2, 48)),
+        ],
     ),
 }
 
@@ -76,7 +102,7 @@ def record(stage: str, scenario: Scenario, output: Path, changes: dict[str, Any]
         while waiting or engine.has_unfinished_requests():
             while waiting and waiting[0].step <= step:
                 arrival = waiting.pop(0)
-                prompt = [random.randrange(3, 4096) for _ in range(arrival.num_prompt_tokens)]
+                prompt = arrival.prompt(random)
                 params = SamplingParams(
                     temperature=0, max_tokens=arrival.num_output_tokens, ignore_eos=True
                 )

@@ -60,6 +60,21 @@ class Picture:
             'marker-end="url(#head)"/>'
         )
 
+    def line(
+        self,
+        points: list[tuple[float, float]],
+        colour: str,
+        width: float = 1.6,
+        dashed: bool = False,
+    ) -> None:
+        """A plain line through the points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"'
+            f"{dash}/>"
+        )
+
     def svg(self, width: float, height: float, title: str) -> str:
         """The whole file; the paper is white, so that it can be read on a dark page as well."""
         head = (

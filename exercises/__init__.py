@@ -1,0 +1,1 @@
+"""Unfinished engines for readers to finish; not stages, and found by nothing."""

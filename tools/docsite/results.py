@@ -1,0 +1,311 @@
+"""Tables and single numbers from the JSON files under bench/results, read as plain JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from tools.docsite import ROOT
+
+RESULTS = ROOT / "bench" / "results"
+Row = dict[str, Any]
+
+# Name in `medians` -> (header, format).
+COLUMNS = {
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "ttft_ms.p50": ("TTFT p50 ms", ",.0f"),
+    "tpot_ms.p50": ("TPOT p50 ms", ",.2f"),
+    "gap_ms.p50": ("gap p50 ms", ",.1f"),
+    "gap_ms.p95": ("gap p95 ms", ",.1f"),
+    "gap_ms.p99": ("gap p99 ms", ",.1f"),
+    "gap_ms.max": ("gap max ms", ",.1f"),
+    "prefix_hit_tokens": ("prefix hits", ",.0f"),
+}
+DEFAULT_COLUMNS = {
+    "decode_gap": ["tokens_per_second", "gap_ms.p50", "gap_ms.p99", "gap_ms.max", "ttft_ms.p50"],
+    "shared_prefix": ["tokens_per_second", "ttft_ms.p50", "prefix_hit_tokens"],
+    "batch1": ["tokens_per_second", "tpot_ms.p50"],
+    "batch8": ["tokens_per_second", "tpot_ms.p50"],
+}
+OTHER_COLUMNS = ["tokens_per_second", "ttft_ms.p50", "tpot_ms.p50", "gap_ms.p99"]
+# Effective settings that tell rows of one stage apart.
+SETTINGS = {
+    "max_prefill_tokens_per_step": "prefill {}",
+    "mixed_batch": "{}",
+    "max_prefill_defer": "defer {}",
+    "enforce_eager": "eager",
+    "tensor_parallel_size": "TP{}",
+    "data_parallel_size": "DP{}",
+}
+DEFAULTS = {
+    "mixed_batch": "unified",
+    "enforce_eager": False,
+    "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
+}
+
+
+@cache
+def rows_of(name: str) -> tuple[Row, ...]:
+    """Rows of a file under bench/results that describe runs of a stage; () for other kinds."""
+    content = json.loads((RESULTS / name).read_text())
+    if not isinstance(content, list):
+        return ()
+    return tuple(
+        row
+        for row in content
+        if isinstance(row, dict) and {"stage", "medians", "workload"} <= row.keys()
+    )
+
+
+def files() -> list[str]:
+    return sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.json"))
+
+
+def context(row: Row) -> tuple[str, ...]:
+    """What rows must share to stand in one table: workload, model, machine."""
+    hardware, work = row["hardware"], row["workload"]
+    gpus = [gpu["name"] for gpu in hardware.get("gpus", [])]
+    place = f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else "".join(gpus)
+    place = place or f"{hardware['cpu']}, {hardware['cpu_count']} cores"
+    model = row["config"].get("model") or "bundled model"
+    dtype = row["config"].get("dtype", "dtype unknown")
+    return (
+        f"{work['name']}, {work['scale']} size",
+        f"{model}, {dtype}",
+        place,
+        work["sha256"][:12],
+    )
+
+
+def settings(row: Row) -> str:
+    config, parts = row["config"], []
+    parts.append(
+        f"{config.get('attention_backend', '?')}, block {config.get('kvcache_block_size')}"
+    )
+    for name, form in SETTINGS.items():
+        value = config.get(name)
+        if value is not None and value != DEFAULTS.get(name):
+            parts.append(form.format(value))
+    return ", ".join(parts)
+
+
+def commit(row: Row) -> str:
+    return (row.get("commit") or "unknown")[:10] + ("+changes" if row.get("dirty") else "")
+
+
+def value(row: Row, metric: str, form: str) -> str:
+    """The median, with the smallest and largest run where they differ."""
+    if metric not in row["medians"]:
+        return "-"
+    text = format(row["medians"][metric], form)
+    low, high = (format(v, form) for v in row["spread"][metric])
+    return text if low == high else f"{text} ({low}-{high})"
+
+
+def table(rows: Sequence[Row], metrics: Sequence[str], source: str) -> str:
+    """Rows of one context, with the context below."""
+    metrics = [m for m in metrics if any(m in row["medians"] for row in rows)]
+    headers = ["stage", *(COLUMNS[m][0] for m in metrics), "% of floor", "settings", "runs"]
+    lines = [
+        "| " + " | ".join(headers) + " |",
+        "|---|" + "---:|" * (len(metrics) + 1) + "---|---:|",
+    ]
+    for row in rows:
+        floor = row.get("percent_of_floor")
+        cells = [
+            row["stage"],
+            *(value(row, m, COLUMNS[m][1]) for m in metrics),
+            "-" if floor is None else f"{floor:.1f}",
+            settings(row),
+            str(len(row["runs"])) + (f"; {row['error']}" if row.get("error") else ""),
+        ]
+        lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
+    commits = ", ".join(dict.fromkeys(commit(row) for row in rows))
+    where = "; ".join(context(rows[0])[:3])
+    note = (
+        f"<small>{where}. Median (smallest-largest) of the runs. `bench/results/{source}`, "
+        f"workload `{context(rows[0])[3]}`, commit {commits}.</small>"
+    )
+    return "\n".join([*lines, "", note])
+
+
+def stage_tables(
+    stage: str, against: Sequence[str], workloads: Sequence[str], left_out: Sequence[str] = ()
+) -> str:
+    """Every table with rows of `stage`, beside those of other stages in the same file."""
+    parts, missing = [], []
+    for workload in workloads:
+        found = []
+        for name in files():
+            if name in left_out:
+                continue
+            groups: dict[tuple[str, ...], list[Row]] = {}
+            for row in rows_of(name):
+                if row["workload"]["name"] == workload and row["stage"] in (stage, *against):
+                    groups.setdefault(context(row), []).append(row)
+            for rows in groups.values():
+                if any(row["stage"] == stage for row in rows):
+                    metrics = DEFAULT_COLUMNS.get(workload, OTHER_COLUMNS)
+                    found.append(table(rows, metrics, name))
+        if found:
+            parts.append(f"**`{workload}`**\n\n" + "\n\n".join(found))
+        else:
+            missing.append(f"`{workload}`")
+    if missing:
+        parts.append(f"No result in this repository yet: {', '.join(missing)}.")
+    return "\n\n".join(parts)
+
+
+def ladder(workloads: Sequence[str]) -> str:
+    """The newest row of every stage, for every context that has more than one stage or a GPU."""
+    groups: dict[tuple[str, ...], dict[str, tuple[Row, str]]] = {}
+    for name in files():
+        for row in rows_of(name):
+            if row["workload"]["name"] in workloads and row["medians"]:
+                newest = groups.setdefault(context(row), {})
+                kept = newest.get(row["stage"])
+                # A file that compares several stages says more than one of a single stage.
+                rank = (len({r["stage"] for r in rows_of(name)}), row.get("created", ""))
+                if kept is None or rank >= (
+                    len({r["stage"] for r in rows_of(kept[1])}),
+                    kept[0].get("created", ""),
+                ):
+                    newest[row["stage"]] = (row, name)
+    ordered = sorted(
+        groups.items(), key=lambda item: (workloads.index(item[0][0].split(",")[0]), item[0])
+    )
+    parts = []
+    for key, newest in ordered:
+        rows = [newest[stage][0] for stage in sorted(newest)]
+        names = ", ".join(dict.fromkeys(newest[stage][1] for stage in sorted(newest)))
+        metrics = DEFAULT_COLUMNS.get(rows[0]["workload"]["name"], OTHER_COLUMNS)
+        if len(newest) > 1 or rows[0]["hardware"].get("gpus"):
+            parts.append(f"**`{key[0].split(',')[0]}`**\n\n" + table(rows, metrics, names))
+    return "\n\n".join(parts)
+
+
+def _find(name: str, stage: str, workload: str, wanted: dict[str, str]) -> Row:
+    """The newest matching row. Raises ValueError if there is none."""
+    if name not in files():
+        raise ValueError(f"bench/results/{name} is not there")
+    found = [
+        row
+        for row in rows_of(name)
+        if row["stage"] == stage
+        and row["workload"]["name"] == workload
+        and all(str(row["config"].get(k)) == v for k, v in wanted.items())
+    ]
+    if not found:
+        raise ValueError(f"bench/results/{name} has no row of {stage} on {workload} with {wanted}")
+    return found[-1]
+
+
+def number(name: str, stage: str, workload: str, metric: str, form: str, **wanted: str) -> str:
+    row = _find(name, stage, workload, wanted)
+    if metric == "percent_of_floor":
+        return format(row[metric], form)
+    if metric not in row["medians"]:
+        raise ValueError(f"bench/results/{name}: no {metric} for {stage} on {workload}")
+    return format(row["medians"][metric], form)
+
+
+def ratio(name: str, stage: str, other: str, workload: str, metric: str, form: str) -> str:
+    """`metric` of a stage over that of another."""
+    mine = _find(name, stage, workload, {})["medians"][metric]
+    return format(mine / _find(name, other, workload, {})["medians"][metric], form)
+
+
+def sweep(name: str, option: str, metrics: Sequence[str]) -> str:
+    """One line per value of an option, with every run's value."""
+    groups: dict[tuple[Any, str], list[Row]] = {}
+    for row in rows_of(name):
+        mixed = str(row["config"].get("mixed_batch", "unified"))
+        groups.setdefault((row["config"][option], mixed), []).append(row)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][1] != "unified", item[0][0]))
+    headers = [f"`{option}`", *(COLUMNS[m][0] for m in metrics)]
+    lines = ["| " + " | ".join(headers) + " |", "|---|" + "---:|" * len(metrics)]
+    for (number_of_tokens, mixed), rows in ordered:
+        label = f"{number_of_tokens}" + ("" if mixed == "unified" else f", `--mixed-batch {mixed}`")
+        cells = [
+            ", ".join(format(v, COLUMNS[m][1]) for v in sorted(r["medians"][m] for r in rows))
+            for m in metrics
+        ]
+        lines.append("| " + " | ".join([label, *cells]) + " |")
+    first = groups[ordered[0][0]][0]
+    note = "; ".join(context(first)[:3])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            (
+                f"<small>{note}. One value per run. `bench/results/{name}`, "
+                f"commit {commit(first)}.</small>"
+            ),
+        ]
+    )
+
+
+def kernel_rows(operation: str, shape: str | None = None) -> str:
+    """What bench/results/kernels_*.json say about one kernel, or one shape of it."""
+    parts = []
+    for path in sorted(RESULTS.rglob("kernels_*.json")):
+        report = json.loads(path.read_text())
+        rows = [
+            row
+            for row in report["rows"]
+            if row["operation"] == operation and shape in (None, row["shape"])
+        ]
+        if not rows:
+            continue
+        gpus = ", ".join(gpu["name"] for gpu in report["hardware"]["gpus"])
+        lines = [
+            "| shape | implementation | µs | rate | % of ceiling |",
+            "|---|---|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {row['shape']} | {row['implementation']} | {row['microseconds']:,.1f} | "
+            f"{row['rate']:,.0f} {row['unit']} | {row['percent_of_ceiling']:.0f} |"
+            for row in rows
+        ]
+        note = (
+            f"<small>{gpus}, bfloat16; a copy reaches {report['copy_gb_per_second']:,.0f} GB/s, a "
+            f"matrix product {report['matmul_tflop_per_second']:,.0f} TFLOP/s. `bench/results/"
+            f"{path.relative_to(RESULTS)}`, commit {commit(report)}.</small>"
+        )
+        parts.append("\n".join([*lines, "", note]))
+    if not parts:
+        raise ValueError(f"no kernel results for {operation!r} {shape or ''}")
+    return "\n\n".join(parts)
+
+
+def memory() -> str:
+    """What the newest GPU row of every model says about its memory."""
+    newest: dict[tuple[str, str], tuple[Row, str]] = {}
+    for name in files():
+        for row in rows_of(name):
+            if row["hardware"].get("gpus") and row["config"].get("pool_bytes"):
+                key = (row["config"]["model"], row["hardware"]["gpus"][0]["name"])
+                if key not in newest or row["created"] >= newest[key][0]["created"]:
+                    newest[key] = (row, name)
+    if not newest:
+        raise ValueError("no GPU result says how its memory was used")
+    lines = [
+        "| model, GPU | of | weights | activations | graphs | pool | blocks | tokens |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (model, gpu), (row, _) in sorted(newest.items()):
+        config = row["config"]
+        total = row["hardware"]["gpus"][0]["memory_bytes"] * config["gpu_memory_utilization"]
+        sizes = [
+            total,
+            *(config[f"{n}_bytes"] for n in ("weights", "activations", "graphs", "pool")),
+        ]
+        cells = [f"{size / 2**30:,.2f} GiB" for size in sizes]
+        cells += [f"{config['num_kvcache_blocks']:,}", f"{config['tokens_in_pool']:,}"]
+        lines.append(f"| {model}, {gpu} | " + " | ".join(cells) + " |")
+    names = ", ".join(f"`bench/results/{n}`" for n in dict.fromkeys(n for _, n in newest.values()))
+    note = f"<small>Effective settings of the newest result of each model, {names}.</small>"
+    return "\n".join([*lines, "", note])
