@@ -17,6 +17,7 @@ from bench.kernels import KernelReport
 from bench.online import report
 from bench.online.row import read_online
 from bench.result import read_results
+from bench.small_batch import Report as SmallBatchReport
 from bench.tables import markdown
 from tools import generated_page
 
@@ -80,6 +81,28 @@ def decode_profile(report: ProfileReport) -> str:
     return "\n".join([*lines, "", f"Floor in brackets. Commit {commit}; {versions}."])
 
 
+def small_batch(report: SmallBatchReport) -> str:
+    where = ", ".join(gpu.name for gpu in report.hardware.gpus) or report.hardware.cpu
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    title = (
+        f"**Linear layers of few rows, bfloat16; {where}; floor: the weights' bytes at "
+        f"{report.copy_gb_per_second:,.0f} GB/s**"
+    )
+    lines = [
+        title,
+        "",
+        "| model | operation | rows | floor, µs | library | kernel | taken |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for row in report.rows:
+        lines.append(
+            f"| {row.model} | {row.operation} | {row.rows} | {row.floor_us:,.1f} | "
+            f"{row.library_us:,.1f} | {row.kernel_us:,.1f} | {row.route} |"
+        )
+    commit = f"{(report.commit or 'unknown')[:10]}{'+changes' if report.dirty else ''}"
+    return "\n".join([*lines, "", f"Norm and activation included. Commit {commit}; {versions}."])
+
+
 def _decoded(kind: type[Any], table: Callable[[Any], str]) -> Callable[[Path], str]:
     return lambda path: table(msgspec.json.decode(path.read_bytes(), type=kind))
 
@@ -88,6 +111,7 @@ def _decoded(kind: type[Any], table: Callable[[Any], str]) -> Callable[[Path], s
 TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": _decoded(KernelReport, kernels),
     "decode_profile": _decoded(ProfileReport, decode_profile),
+    "small_batch": _decoded(SmallBatchReport, small_batch),
     "online": lambda path: report.markdown(read_online(path)),
     "": lambda path: markdown(read_results(path)),
 }

@@ -263,7 +263,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        for lengths in (longest[: self.max_num_sequences], [1], [16], [128]):
+        for lengths in (longest[: self.max_num_sequences], [1], [8], [16], [128]):
             lengths = [min(n, longest[0]) for n in lengths]
             hidden = self._trunk_of_zeros(lengths, num_decode_rows=0)
             logits = self.model.compute_logits(hidden[: max(self.max_num_sequences, _SCORED_ROWS)])
