@@ -9,7 +9,7 @@ first bytes, and a norm or activation that does almost nothing and pays the same
     norm_gate_up    (x, residual) -> silu(gate) * up of norm(x + residual)
     linear          x -> x @ weight^T
 
-one kernel each for one row; for more, a kernel for the norm and one for the rest. Consecutive
+one kernel each for one row; for more, rms_norm's kernel and one for the rest. Consecutive
 kernels overlap: a kernel starts while the one before it still runs, requests its first weights,
 which depend on nothing, and only then waits for its input (programmatic dependent launch, Hopper
 and later).
@@ -54,8 +54,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
-from shared.kernels.rms_norm import add_rms_norm, rms_norm
+from shared.kernels._triton import jit, overlaps, runs_on_triton, tl
+from shared.kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_triton,
+    rms_norm,
+    rms_norm_triton,
+)
 from shared.kernels.silu_and_mul import silu_and_mul
 
 MAX_ROWS = 16
@@ -217,36 +222,6 @@ def _input_is_ready():
     )
 
 
-@jit()
-def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    out_ptr,
-    sum_ptr,
-    eps,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    # rms_norm's kernel, but the product after it may request its weights meanwhile.
-    row = tl.program_id(0) * K
-    k = tl.arange(0, BLOCK)
-    norm_weight = tl.load(norm_weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    if OVERLAP:
-        _wait_for_input()
-    x = tl.load(x_ptr + row + k, mask=k < K, other=0.0)
-    if ADD:
-        x += tl.load(residual_ptr + row + k, mask=k < K, other=0.0)
-        tl.store(sum_ptr + row + k, x, mask=k < K)
-    wide = x.to(tl.float32)
-    wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
-    # Rounded where transformers rounds.
-    normed = wide.to(x_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row + k, norm_weight * normed, mask=k < K)
-
-
 @jit(integers=("num_rows",))
 def _few_rows_kernel(
     x_ptr,
@@ -355,7 +330,7 @@ def norm_linear_triton(
     weight: torch.Tensor,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """At most 16 rows. Leaves x and residual as they are; the sum is a new tensor, or x itself."""
+    """At most 16 rows. May overwrite x and residual; without a residual the sum is x itself."""
     return _launch(x, residual, norm_weight, eps, weight, gated)
 
 
@@ -372,15 +347,17 @@ def _launch(
         raise ValueError(f"{num_rows} rows: these kernels take 1 to {MAX_ROWS}")
     if num_rows == 1:
         return _launch_one_row(x.contiguous(), residual, norm_weight, eps, weight, gated)
-    x = x.contiguous()
-    added = x
+    x = added = x.contiguous()
     if norm_weight is not None:
-        x, added = _launch_norm(x, residual, norm_weight, eps)
+        if residual is None:
+            x = rms_norm_triton(x, norm_weight, eps)
+        else:
+            x, added = add_rms_norm_triton(x, residual.contiguous(), norm_weight, eps)
     return _launch_few_rows(x, weight, gated), added
 
 
 def _options(x: torch.Tensor) -> dict[str, Any]:
-    overlap = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    overlap = overlaps(x)
     return {
         "OVERLAP": overlap,
         "launch_pdl": overlap,
@@ -421,29 +398,6 @@ def _launch_one_row(
         NORM=norm_weight is not None,
         GATED=gated,
         num_warps=num_warps,
-        **_options(x),
-    )
-    return out, added
-
-
-def _launch_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    size = x.shape[1]
-    out = torch.empty_like(x)
-    added = x if residual is None else torch.empty_like(x)
-    block = next_power_of_2(size)
-    _norm_kernel[(x.shape[0],)](
-        x,
-        x if residual is None else residual.contiguous(),
-        norm_weight,
-        out,
-        added,
-        eps,
-        size,
-        block,
-        ADD=residual is not None,
-        num_warps=min(8, max(1, block // 256)),
         **_options(x),
     )
     return out, added
