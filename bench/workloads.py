@@ -24,7 +24,7 @@ import numpy as np
 from shared import SamplingParams
 from shared.models.config import ModelConfig
 
-WorkloadName = Literal["nano", "decode_gap", "shared_prefix", "batch1", "batch8"]
+WorkloadName = Literal["nano", "decode_gap", "decode_gap_busy", "shared_prefix", "batch1", "batch8"]
 Scale = Literal["cpu", "full", "full_large"]
 
 WORKLOADS: tuple[WorkloadName, ...] = get_args(WorkloadName)
@@ -136,6 +136,11 @@ def engine_options(name: WorkloadName, scale: Scale) -> dict[str, Any]:
 
 _ENGINE_OPTIONS: dict[tuple[WorkloadName, Scale], dict[str, Any]] = {
     ("decode_gap", "cpu"): {"max_prefill_tokens_per_step": 128},
+    ("decode_gap_busy", "cpu"): {"max_prefill_tokens_per_step": 128},
+    ("decode_gap", "full"): {"max_prefill_tokens_per_step": 512},
+    ("decode_gap_busy", "full"): {"max_prefill_tokens_per_step": 512},
+    ("decode_gap", "full_large"): {"max_prefill_tokens_per_step": 512},
+    ("decode_gap_busy", "full_large"): {"max_prefill_tokens_per_step": 512},
 }
 
 
@@ -181,11 +186,23 @@ def _nano(scale: Scale, ids: TokenIds) -> Built:
 
 
 def _decode_gap(scale: Scale, ids: TokenIds) -> Built:
-    """Steady decodes, and long prompts that get in their way at fixed intervals."""
-    steady, steady_prompt, prompt, output, interval, window = {
-        "cpu": (4, 64, 1024, 8, 1.0, 8.0),
-        "full": (32, 512, 4096, 16, 0.4, 30.0),
-        "full_large": (32, 512, 4096, 16, 1.0, 30.0),
+    return _gaps(scale, ids, {"cpu": (1.0, 8.0), "full": (0.4, 30.0), "full_large": (1.0, 30.0)})
+
+
+def _decode_gap_busy(scale: Scale, ids: TokenIds) -> Built:
+    """Prompts come often enough for one gap in a hundred to be one of theirs: a fast GPU makes
+    more than two hundred steps between two prompts of `decode_gap`."""
+    return _gaps(scale, ids, {"cpu": (0.5, 8.0), "full": (0.08, 10.0), "full_large": (0.4, 10.0)})
+
+
+def _gaps(scale: Scale, ids: TokenIds, times: dict[Scale, tuple[float, float]]) -> Built:
+    """Steady decodes, and long prompts that get in their way: seconds from one to the next, and of
+    the whole."""
+    interval, window = times[scale]
+    steady, steady_prompt, prompt, output = {
+        "cpu": (4, 64, 1024, 8),
+        "full": (32, 512, 4096, 16),
+        "full_large": (32, 512, 4096, 16),
     }[scale]
     requests = [Request(ids.draw(steady_prompt), None) for _ in range(steady)]
     for i in range(round(window / interval)):
@@ -228,6 +245,7 @@ def _batch(size: int, prompt: int) -> Callable[[Scale, TokenIds], Built]:
 _BUILDERS: dict[WorkloadName, Callable[[Scale, TokenIds], Built]] = {
     "nano": _nano,
     "decode_gap": _decode_gap,
+    "decode_gap_busy": _decode_gap_busy,
     "shared_prefix": _shared_prefix,
     "batch1": _batch(1, 16),
     "batch8": _batch(8, 512),

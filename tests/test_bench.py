@@ -58,6 +58,15 @@ FROZEN = {
     ("decode_gap", "full_large", QWEN_VOCABULARY): (
         "d059112c330d16ea1cd02b76f644d5a3fe330835b390d3b3cda9d85eebeaebad"
     ),
+    ("decode_gap_busy", "cpu", TINY_VOCABULARY): (
+        "fc7c8aaa8bf9944c978d2e440f625d82d89bc56e6d4ac1506f6b228e59ddbd4a"
+    ),
+    ("decode_gap_busy", "full", QWEN_VOCABULARY): (
+        "cd4da9b8c5f7ae53c9335a7b5471f4cad100d2d828741966745459c061dea8f6"
+    ),
+    ("decode_gap_busy", "full_large", QWEN_VOCABULARY): (
+        "f7c4687f92a35e3b192b4b103c33363ca41a14ae4b340e0dfbe4c1827b40751e"
+    ),
     ("shared_prefix", "cpu", TINY_VOCABULARY): (
         "48a6bd65eb5378358c40c42beaf49f1316212b8a8c831eac5de4efd533ab0bc2"
     ),
