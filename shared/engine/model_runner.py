@@ -270,8 +270,11 @@ class ModelRunner:
             self.sampler.score(logits, logits.argmax(-1), num_top=1)
             self.sampler.warm_up(logits[: self.max_num_sequences])
             del hidden, logits
-        for rows in {1, min(2, self.max_num_sequences), self.max_num_sequences}:
+        for rows in (1, 2, 16, self.max_num_sequences):
+            rows = min(rows, self.max_num_sequences)
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
+        if self.max_num_sequences > 1 and most_tokens > 2:
+            self._trunk_of_zeros([1, 2], num_decode_rows=1)  # decodes beside chunks
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
