@@ -115,6 +115,7 @@ def test_it_serves_and_drains(how: str) -> None:
     """Pitfall 42: Ctrl-C reaches the engine as well, and must not end it before the drain."""
     with serving() as server:
         url = server.url()
+        assert url.startswith("http://127.0.0.1:")  # pitfall 31: nobody else can reach it
         engine = engine_pid(url)
         assert is_alive(engine)
         with stream(url) as lines:
