@@ -109,11 +109,10 @@ class EngineLoop:
 
     def _send(self, outputs: list[StepOutput]) -> None:
         """What there is, if there is room; if not, it waits, merged, and so does the rest."""
-        if not self._endpoint.can_send:
-            self._unsent.add(outputs)
-            return
         if self._unsent:
             self._unsent.add(outputs)
+            if not self._endpoint.can_send:  # without encoding it all in vain, step after step
+                return
             outputs = self._unsent.take()
         progress = Progress(self._taken, outputs, self._refused)
         now = time.perf_counter()
