@@ -21,7 +21,7 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 TokenLogprobs = dict[int, Logprob]
 
 
-class StepOutput(msgspec.Struct, gc=False):
+class StepOutput(msgspec.Struct, gc=False, omit_defaults=True):
     """What one step produced for one sequence of a request (index 0..n-1).
 
     Hundreds are made per step; they hold no cycles, so the garbage collector need not know them.

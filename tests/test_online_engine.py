@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -104,6 +105,7 @@ def test_streams_are_complete_and_end() -> None:
             ends |= {o.index: o.finish_reason for o in outputs if o.finish_reason is not None}
         assert ends == dict.fromkeys(range(3), "length")
         assert engine.stats.counters.generation_tokens == 30 * 20 + 3 * 9
+        assert 0 < engine.stats.serving_seconds < engine.stats.step_seconds
 
     with_engine(FakeEngine, use)
 
@@ -367,6 +369,58 @@ def test_step_records_are_there_for_who_listens() -> None:
             await asyncio.sleep(0.002)
 
     with_engine(Slow, use)
+
+
+# --- called in a loop ----------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_over(build: Any) -> Iterator[Any]:
+    client = client_module.EngineClient(config(), build, in_process=True)
+    engine = online("engine").Engine(config(), client)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_requests_that_are_added_together_start_together() -> None:
+    with engine_over(FakeEngine) as engine:
+        engine.listen(True)
+        for i in range(40):
+            engine.add_request(str(i), [i, 1], params(10))
+        records: list[Any] = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            records += engine.take_step_records()
+        assert len(records) == 10
+        assert len(records[0].prefills) == 40
+        assert engine.stats().counters.generation_tokens == 400
+        assert engine.step() == []
+
+
+def test_a_late_refusal_is_an_output() -> None:
+    with engine_over(Fussy) as engine:
+        engine.add_request("bad", [1], params(5, n=2))
+        outputs: list[StepOutput] = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert [(o.finish_reason, o.error) for o in outputs] == [
+            ("abort", "prompt_token_ids displease me")
+        ]
+
+
+def test_a_loop_over_a_dead_engine_ends() -> None:
+    with engine_over(Dying) as engine:
+        engine.add_request("a", [1], params(100))
+        got = [engine.step(), engine.step()]
+        assert all(got)
+        with pytest.raises(EngineDeadError, match="no progress is possible"):
+            engine.step()
+        assert not engine.has_unfinished_requests()
+        engine.abort_request("a")
+        with pytest.raises(EngineDeadError, match="no progress is possible"):
+            engine.step()
 
 
 # --- messages ------------------------------------------------------------------------------------

@@ -1,216 +1,340 @@
-"""`python -m steps.03_online.serve` as a process: it starts, answers, and leaves nothing behind."""
+"""The engine in a process of its own: whoever dies, and however, nobody waits and nothing is left.
+
+Socket directories of these tests lie under a path of their own (TMPDIR), so that a forgotten one
+shows.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.online_server import TIMEOUT, wait_until
+import steps
+from shared import SamplingParams
+from tests.fakes import VOCABULARY, expected_output
+from tests.online import SECONDS, config, online
+from tests.test_online_engine import params, run, tokens_of
 
-pytestmark = pytest.mark.slow
-
-RUNNING = {"prompt": "ROMEO:\n", "max_tokens": 400, "stream": True, "ignore_eos": True}
-FLAGS = ("--device", "cpu", "--num-kvcache-blocks", "200", "--port", "0")
-
-
-class ServeProcess:
-    """A process group of its own, as a shell makes one."""
-
-    def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "steps.03_online.serve", *flags]
-        self.process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines.extend(self.process.stderr)
-
-    @property
-    def log(self) -> str:
-        return "".join(self.lines)
-
-    def url(self) -> str:
-        pattern = re.compile(r" at (http://\S+)")
-        wait_until(lambda: pattern.search(self.log) is not None or not self.is_running, self.log)
-        found = pattern.search(self.log)
-        assert found is not None, self.log
-        return found[1]
-
-    @property
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
-    def wait(self) -> int:
-        status = self.process.wait(TIMEOUT)
-        self._reader.join(TIMEOUT)  # the pipe is closed: no child holds it open
-        assert not self._reader.is_alive()
-        return status
-
-    def interrupt(self) -> None:
-        """Ctrl-C reaches the whole group."""
-        os.killpg(self.process.pid, signal.SIGINT)
+ROOT = Path(__file__).parent.parent
+AsyncEngine = online("async_engine").AsyncEngine
+EngineDeadError = online("client").EngineDeadError
+EngineClient = online("client").EngineClient
 
 
-@contextmanager
-def serving(*flags: str) -> Iterator[ServeProcess]:
-    server = ServeProcess(*(flags or FLAGS))
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where sockets lie. A path below tmp_path could be too long for one."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(name)
+        assert list(Path(name).glob("baby-vllm-*")) == []
+
+
+def is_running(pid: int) -> bool:
+    """A zombie is not: it only waits for its parent to take note."""
     try:
-        yield server
-    finally:
-        if server.is_running:
-            os.killpg(server.process.pid, signal.SIGKILL)
-        server.wait()
-
-
-def is_alive(pid: int) -> bool:
-    """Running, not merely waiting to be reaped."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
+def wait_until(is_so: Callable[[], bool], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "not so in time"
+        time.sleep(0.01)
+
+
+async def start(build: str, **options: Any) -> Any:
+    return await AsyncEngine.start(config(), build=f"tests.online:{build}", **options)
+
+
 @contextmanager
-def stream(url: str, **fields: Any) -> Iterator[Iterator[str]]:
-    """The lines of a running stream, past the first."""
-    with (
-        httpx.Client(timeout=TIMEOUT) as http,
-        http.stream("POST", f"{url}/v1/completions", json={**RUNNING, **fields}) as response,
-    ):
-        assert response.status_code == 200
-        lines = (line for line in response.iter_lines() if line)
-        next(lines)
-        yield lines
+def front_end(build: str, use: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A program of its own, without a `__main__` guard, and its engine's process id. It has a
+    session of its own, so that a signal to its group reaches nobody else."""
+    script = f"""
+        import asyncio, os, signal, sys, time
+        from tests.online import config, online
+        from tests.test_online_engine import params, tokens_of
+        client = online("client").EngineClient(config(), "tests.online:{build}")
+        info = client.wait_until_ready()
+        print(info.pid, flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script) + textwrap.dedent(use)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert is_running(pid)
+        yield process, pid
+    finally:
+        process.kill()
+        process.wait(SECONDS)
+        process.stdout.close()
 
 
-def engine_pid(url: str) -> int:
-    pid: int = httpx.get(f"{url}/debug/stats", timeout=TIMEOUT).json()["pid"]
-    return pid
+def test_streams_over_two_processes_at_once() -> None:
+    async def main() -> None:
+        engines = [await start("FakeEngine") for _ in range(2)]
+        assert len({engine.info.pid for engine in engines} | {os.getpid()}) == 3
+        streams = [
+            engine.generate(f"r{i}", [number, i], params(50))
+            for number, engine in enumerate(engines)
+            for i in range(20)
+        ]
+        got = await asyncio.gather(*map(tokens_of, streams))
+        assert got == [
+            expected_output([number, i], 50, VOCABULARY) for number in range(2) for i in range(20)
+        ]
+        await engines[0].close()
+        assert not is_running(engines[0].info.pid)
+        again = engines[1].generate("again", [1], params(5))
+        assert await tokens_of(again) == expected_output([1], 5, VOCABULARY)
+        await engines[1].close()
+        assert not is_running(engines[1].info.pid)
+
+    run(main())
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
-def test_it_serves_and_drains(how: str) -> None:
-    """Pitfall 42: Ctrl-C reaches the engine as well, and must not end it before the drain."""
-    with serving() as server:
-        url = server.url()
-        engine = engine_pid(url)
-        assert is_alive(engine)
-        with stream(url) as lines:
-            if how == "SIGTERM":
-                server.process.terminate()
-            else:
-                server.interrupt()
-            *_, last, done = lines
-        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        assert done == "data: [DONE]"
-        assert server.wait() == 0
-        assert "Traceback" not in server.log
-        assert not is_alive(engine)
-        port = int(url.rsplit(":", 1)[1])
-        socket.create_server(("127.0.0.1", port)).close()  # free again
+def test_nothing_lies_around_while_it_runs(directory: Path) -> None:
+    client = EngineClient(config(), "tests.online:FakeEngine")
+    (made,) = directory.glob("baby-vllm-*")
+    assert made.stat().st_mode & 0o777 == 0o700
+    client.wait_until_ready()
+    assert list(directory.iterdir()) == []
+    client.close()
 
 
-def test_a_second_signal_stops() -> None:
-    with serving() as server:
-        url = server.url()
-        with stream(url, max_tokens=3000) as lines:
-            server.process.terminate()
-            server.process.terminate()
-            wait_until(lambda: "stopping" in server.log, server.log)
-            server.process.terminate()
-            *_, error, done = lines
-        assert "error" in json.loads(error.removeprefix("data: "))
-        assert done == "data: [DONE]"
-        assert server.wait() == 0
+@pytest.mark.parametrize("build", ["Slow", "Stuck"])
+def test_a_killed_engine_fails_every_stream_at_once(build: str) -> None:
+    async def main() -> None:
+        engine = await start(build)
+        streams = [engine.generate(f"r{i}", [i, 1], params(8000)) for i in range(8)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        reading = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+        await asyncio.sleep(0.1)
+        os.kill(engine.info.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        results = await asyncio.gather(*reading, return_exceptions=True)
+        assert time.monotonic() - killed < 1
+        assert [type(result) for result in results] == [EngineDeadError] * 8
+        assert {str(result) for result in results} == {"the engine process was killed by SIGKILL"}
+        assert engine.died.is_set()
+        await engine.close()
+
+    run(main())
 
 
-def test_a_dead_engine_is_told_at_once() -> None:
-    """Pitfall 30."""
-    with serving() as server:
-        url = server.url()
-        with stream(url, max_tokens=3000) as lines:
-            os.kill(engine_pid(url), signal.SIGKILL)
-            started = time.monotonic()
-            *_, error, done = lines
-            assert time.monotonic() - started < 10
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_dead"
-        assert done == "data: [DONE]"
-        assert httpx.get(f"{url}/health").status_code == 503
-        response = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
-        assert response.json()["error"]["code"] == "engine_dead"
-        server.process.terminate()
-        server.wait()
+def test_an_engine_that_dies_of_its_own_error_says_why() -> None:
+    async def main() -> None:
+        engine = await start("Dying")
+        with pytest.raises(EngineDeadError, match="RuntimeError: no progress is possible"):
+            await tokens_of(engine.generate("a", [1, 2], params(100)))
+        assert not is_running(engine.info.pid)
+        await engine.close()
+
+    run(main())
 
 
-def test_a_dead_server_leaves_no_engine() -> None:
-    with serving() as server:
-        engine = engine_pid(server.url())
-        server.process.kill()
-        wait_until(lambda: not is_alive(engine), "the engine lives on")
+@pytest.mark.parametrize("build", ["Slow", "Stuck"])
+def test_a_killed_front_end_takes_its_engine_along(build: str) -> None:
+    use = """
+        client.add("a", [1, 2], params(8000))
+        client.flush()
+        time.sleep(0.2)
+        print("busy", flush=True)
+        time.sleep(60)
+    """
+    with front_end(build, use) as (process, pid):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "busy\n"
+        process.kill()
+        wait_until(lambda: not is_running(pid))
 
 
-def test_a_signal_while_the_engine_starts() -> None:
-    with serving() as server:
-        wait_until(lambda: bool(server.log) or not server.is_running)  # the engine has begun
-        server.interrupt()
-        server.wait()
-        assert "Traceback" not in server.log, server.log
+def test_a_front_end_that_forgets_to_close_leaves_nothing_behind() -> None:
+    use = """
+        client.add("a", [1, 2], params(8000))
+        client.flush()
+    """
+    with front_end("Slow", use) as (process, pid):
+        assert process.wait(SECONDS) == 0
+        wait_until(lambda: not is_running(pid))
 
 
-def test_a_port_in_use_is_one_line_before_any_work() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        with serving("--port", port) as server:
-            assert server.wait() == 2
-            (line,) = server.lines
-            assert line.startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
+def test_an_engine_that_never_met_its_front_end_removes_the_directory(directory: Path) -> None:
+    private = Path(tempfile.mkdtemp(prefix="baby-vllm-", dir=directory))
+    ours, theirs = socket.socketpair()
+    command = [
+        sys.executable, "-m", "steps.03_online.engine_process", f"ipc://{private}/engine", "x:y"
+    ]  # fmt: skip
+    with theirs:
+        process = subprocess.Popen(command, cwd=ROOT, stdin=theirs)
+    ours.close()
+    assert process.wait(SECONDS) == online("engine_process").EXIT_ORPHANED
+    assert not private.exists()
+
+
+def test_ctrl_c_reaches_the_front_end_alone() -> None:
+    """Sent to the whole group, as a terminal does, and even to the engine itself: what happens to
+    unfinished requests is for the front end to say."""
+    use = """
+        signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
+        async def main():
+            engine = await online("async_engine").AsyncEngine.start(
+                config(), build="tests.online:Slow"
+            )
+            print(engine.info.pid, flush=True)
+            tokens = await tokens_of(engine.generate("a", [1, 2], params(100)))
+            await engine.close()
+            print(len(tokens), flush=True)
+        asyncio.run(main())
+        client.close()
+    """
+    with front_end("FakeEngine", use) as (process, _):
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.killpg(process.pid, signal.SIGINT)
+        os.kill(pid, signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        assert process.stdout.readline() == "100\n"
+        assert process.wait(SECONDS) == 0
+        wait_until(lambda: not is_running(pid))
 
 
 @pytest.mark.parametrize(
-    "flags,words",
+    "build, kind, message",
     [
-        (("--engine", "99_none"), "engine"),
-        (("--num-kvcache-blocks", "0"), "num_kvcache_blocks"),
-        (("--model", "/no/such/directory"), "/no/such/directory"),
-        (("--api-key", ""), "api_key"),
+        ("unusable", ValueError, "num_kvcache_blocks=7"),
+        ("unreadable", OSError, "/nonexistent/model"),
+        ("broken", EngineDeadError, "ZeroDivisionError: out of luck"),
+        ("vanishing", EngineDeadError, "exit status 7"),
+        ("no_such_thing", EngineDeadError, "no_such_thing"),
     ],
 )
-def test_what_cannot_start_says_why(flags: tuple[str, ...], words: str) -> None:
-    with serving("--port", "0", "--device", "cpu", *flags) as server:
-        assert server.wait() == 2
-        assert words in server.log
-        assert "Traceback" not in server.log
+def test_a_start_that_fails_says_why(build: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        run(start(build))
+    with pytest.raises(kind, match=message):
+        EngineClient(config(), f"tests.online:{build}").wait_until_ready()
 
 
-@pytest.mark.parametrize("engine", ["00_baseline", "02_batch_reorder"])
-def test_every_engine_can_be_served(engine: str) -> None:
-    with serving(*FLAGS, "--engine", engine) as server:
-        url = server.url()
-        assert httpx.get(f"{url}/debug/stats").json()["stage"] == engine
-        body = {"prompt": "ROMEO:\n", "max_tokens": 8, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT).json()
-        assert answer["usage"]["completion_tokens"] == 8
-        server.process.terminate()
-        assert server.wait() == 0
+def test_a_start_can_be_given_up() -> None:
+    async def main() -> None:
+        starting = asyncio.create_task(start("FakeEngine"))
+        await asyncio.sleep(0.1)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    begun = time.monotonic()
+    run(main())
+    assert time.monotonic() - begun < SECONDS / 2
+
+
+def test_an_engine_that_hangs_is_ended_by_force() -> None:
+    client = EngineClient(config(), "tests.online:Stuck")
+    pid = client.wait_until_ready().pid
+    client.add("a", [1, 2], params(100))
+    client.flush()
+    tokens = 0
+    while tokens < 2:
+        client.wait(SECONDS)
+        if (progress := client.receive()) is not None:
+            tokens += sum(len(output.new_token_ids) for output in progress.outputs)
+    client.close(timeout=0.2)
+    assert not is_running(pid)
+
+
+@pytest.mark.slow
+def test_a_reader_that_stops_costs_a_bounded_amount_of_memory() -> None:
+    """What its engine holds is one merged output per sequence, and a bounded number of frames is
+    under way."""
+    client = EngineClient(config(), "tests.online:FakeEngine")
+    pid = client.wait_until_ready().pid
+    for i in range(8):
+        client.add(str(i), [i, 1], params(2500))
+    client.flush()
+
+    def memory() -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0])  # KiB
+
+    time.sleep(1)
+    before = memory()
+    deadline = time.monotonic() + 6 * SECONDS
+    frames, tokens = 0, {str(i): [] for i in range(8)}  # type: ignore[var-annotated]
+    time.sleep(2)
+    assert memory() - before < 20_000
+    while client.num_unfinished:
+        assert time.monotonic() < deadline
+        progress = client.receive()
+        if progress is None:
+            client.wait(SECONDS)
+            continue
+        frames += 1
+        for output in progress.outputs:
+            tokens[output.request_id] += output.new_token_ids
+    for i in range(8):
+        assert tokens[str(i)] == expected_output([i, 1], 2500, VOCABULARY)
+    client.close()
+
+
+# --- with the bundled model ----------------------------------------------------------------------
+
+PROMPTS = ["ROMEO:\n", "To be, or not to be", [1, 2, 3], "KING LEAR:\nBlow, winds, and"]
+SAMPLED = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=30, logprobs=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, stop=["the"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", steps.engines())
+def test_tokens_are_those_of_the_engine_in_this_process(engine: str) -> None:
+    options: dict[str, Any] = {
+        "num_kvcache_blocks": 200,
+        "dtype": "float32",
+        "max_num_batched_tokens": 1000,
+    }
+    wanted = [GREEDY, SAMPLED, SAMPLED, GREEDY]
+    with steps.load(engine).LLM(**options) as llm:
+        expected = llm.generate(PROMPTS, wanted)
+    with steps.load("03_online").LLM(engine=engine, **options) as llm:
+        got = llm.generate(PROMPTS, wanted)
+        described = llm.engine.describe()
+        with pytest.raises(ValueError, match=r"prompt 0.*max_model_length"):
+            llm.generate([[1] * 9000])
+        if not llm.engine.cuts_prompts:
+            with pytest.raises(ValueError, match="max_num_batched_tokens"):
+                llm.generate([[1] * 1500])
+    assert described["engine"] == engine
+    for ours, theirs in zip(got, expected, strict=True):
+        assert [c.token_ids for c in ours.outputs] == [c.token_ids for c in theirs.outputs]
+        assert [c.text for c in ours.outputs] == [c.text for c in theirs.outputs]
+        assert [c.finish_reason for c in ours.outputs] == [c.finish_reason for c in theirs.outputs]
+        assert [c.logprobs for c in ours.outputs] == [c.logprobs for c in theirs.outputs]
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_the_model_is_said_by_whoever_finds_it() -> None:
+    LLM = steps.load("03_online").LLM
+    with pytest.raises(OSError, match="/nonexistent/model"):
+        LLM("/nonexistent/model")
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):  # found in the other process
+        LLM(max_num_batched_tokens=2**31 - 1)

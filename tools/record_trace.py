@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from shared import SamplingParams
-from steps import load, names
+from steps import engines, load
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("stage", choices=names())
+    parser.add_argument("stage", choices=engines())
     parser.add_argument("scenario", choices=sorted(SCENARIOS))
     parser.add_argument("output", type=Path)
     parser.add_argument("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE")

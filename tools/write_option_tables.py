@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pydantic
 
 from shared import EngineConfig, SamplingParams
-from steps import load, names
+from steps import engines, load, names
 from tools import generated_page
 
 PAGE = Path(__file__).parent.parent / "docs" / "using.md"
@@ -59,10 +59,14 @@ def sections() -> Iterator[tuple[str, str]]:
     yield "engine", table(EngineConfig, set(), SHORT_FLAGS)
     yield "sampling", table(SamplingParams, set(), RENAMED_FLAGS)
     parts = []
+    of_engines = {name for stage in engines() for name in load(stage).Config.model_fields}
     for stage in names():
         config = load(stage).Config
-        if config.model_fields.keys() - EngineConfig.model_fields.keys():
-            parts.append(f"`{stage}`:\n\n{table(config, set(EngineConfig.model_fields), {})}")
+        # A stage that wraps an engine has the options of all of them besides its own.
+        known = set(EngineConfig.model_fields) if stage in engines() else of_engines
+        if config.model_fields.keys() - known:
+            title = f"`{stage}`" if stage in engines() else f"`{stage}`, besides its engine's"
+            parts.append(f"{title}:\n\n{table(config, known, {})}")
     yield "stages", "\n\n".join(parts) or "No stage adds options yet."
 
 

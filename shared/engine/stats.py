@@ -45,6 +45,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Tokens of admitted sequences, each looked up in the prefix cache."""
     prefix_hit_tokens: int = 0
     """Of these, tokens whose KV was there."""
+    step_seconds: float = 0.0
+    """In `step`. Counted by whoever drives the engine for others, as is `serving_seconds`; 0 where
+    nobody does."""
+    serving_seconds: float = 0.0
+    """Between steps while there was something to do: sending outputs, taking requests."""
     counters: StepCounters = msgspec.field(default_factory=StepCounters)
 
     @property

@@ -44,6 +44,7 @@ from .api_types import (
 from .async_engine import AsyncEngine
 from .errors import ApiError, as_api_error, invalid_body, invalid_value
 from .generation import Generation, Task
+from .live import Live, page
 from .metrics import ServerMetrics
 from .params import Model
 
@@ -80,6 +81,7 @@ class Api:
         self.engine = engine
         self.options = options
         self.metrics = ServerMetrics(engine, options.model_name)
+        self.live = Live(engine, options.model_name)
         self.is_draining = False
         self.num_preparing = 0
         """Requests that the engine may not know of yet, or that are not streamed."""
@@ -155,12 +157,16 @@ class Api:
         task, format = await self._outside_loop(request, lambda: prepare(body, self._model))
         request_id = f"{prefix}-{uuid.uuid4().hex}"
         head = {"id": request_id, "created": int(time.time()), "model": self.options.model_name}
-        generation = Generation(self.engine, request_id, task, arrival, on_end=self.metrics.observe)
+        generation = Generation(self.engine, request_id, task, arrival, on_end=self._observe)
         if not body.stream:
             return await answers.body(generation, format, head)
         options = body.stream_options or StreamOptions()
         events = answers.events(generation, format, head, options)
         return EventStream(await anext(events), events)
+
+    def _observe(self, generation: Generation) -> None:
+        self.metrics.observe(generation)
+        self.live.observe(generation)
 
     async def _outside_loop(self, request: Request, work: Callable[[], T]) -> T:
         """Run what takes long if the body is long."""
@@ -324,6 +330,7 @@ def _routes(api: Api) -> APIRouter:
     add("/v1/models", api.models)
     add("/v1/models/{name:path}", api.model)
     add("/debug/stats", api.stats)
+    add("/debug/live", api.live.feed, include_in_schema=False)  # it never ends
     return router
 
 
@@ -333,6 +340,7 @@ def _open_routes(api: Api) -> APIRouter:
     router.add_api_route("/health", api.health)
     router.add_api_route("/ready", api.ready)
     router.add_api_route("/version", api.version)
+    router.add_api_route("/", page, include_in_schema=False)
     text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     router.add_api_route("/metrics", api.prometheus, response_class=Response, responses=text)
     return router

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import numpy as np
 
@@ -186,7 +186,7 @@ class AsyncEngine:
         self._flush_soon()
         return stream
 
-    async def step_records(self) -> AsyncIterator[list[StepRecord]]:
+    async def step_records(self) -> AsyncGenerator[list[StepRecord], None]:
         """What the engine does, step by step; recorded only while somebody listens. Who is slow
         misses the oldest records. Ends with the engine."""
         listener = _Listener()

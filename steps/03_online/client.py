@@ -211,7 +211,8 @@ class EngineClient:
         if self.error is None:
             self._pending.clear()
             self._command(Stop())
-            self.flush()
+            if not self.flush():
+                timeout = 0  # it cannot be told
             self._has_ended(None)
         self.transport.close(timeout)
 

@@ -101,11 +101,14 @@ class Engine:
         return records
 
     def describe(self) -> dict[str, object]:
-        """The engine's own settings, and which engine it is, with the options of its stage."""
+        """The engine's own settings, and which engine it is, with the options of its stage. Options
+        that only other engines have are None."""
         info = self.client.ready_info
         wrapped = self.config.wrapped
-        own = type(wrapped).model_fields.keys() - EngineConfig.model_fields.keys()
-        return {**info.description, "engine": info.stage, **wrapped.model_dump(include=own)}
+        fields = type(wrapped).model_fields.keys()
+        own = wrapped.model_dump(include=fields - EngineConfig.model_fields.keys())
+        foreign = dict.fromkeys(type(self.config).model_fields.keys() - fields)
+        return {**foreign, **own, **info.description, "engine": info.stage}
 
     def close(self) -> None:
         self.client.close()

@@ -5,6 +5,7 @@ python -m steps.03_online.engine_process ADDRESS MODULE:FUNCTION      (started b
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -63,18 +64,29 @@ class EngineLoop:
         self._unsent = Merged()
         self._refused: list[Refused] = []
         self._next_stats = 0.0
+        self._step_seconds = 0.0
+        self._serving_seconds = 0.0
 
     def run(self) -> None:
         """Until the front end says stop or is gone. Raises what a step raises: then the engine
         cannot go on."""
         engine = self._engine
+        last_end = time.perf_counter()
         while self._take_commands():
-            outputs = engine.step() if engine.has_unfinished_requests() else []
+            outputs: list[StepOutput] = []
+            if engine.has_unfinished_requests():
+                begin = time.perf_counter()
+                outputs = engine.step()
+                end = time.perf_counter()
+                self._step_seconds += end - begin
+                self._serving_seconds += begin - last_end
+                last_end = end
             self._send(outputs)
             if not engine.has_unfinished_requests():
                 is_alone = self._endpoint.wait(self._lifeline, to_send=bool(self._unsent))
                 if is_alone:
                     return
+                last_end = time.perf_counter()
 
     def _take_commands(self) -> bool:
         """All that have come. False when there is nothing left to do."""
@@ -109,17 +121,17 @@ class EngineLoop:
 
     def _send(self, outputs: list[StepOutput]) -> None:
         """What there is, if there is room; if not, it waits, merged, and so does the rest."""
-        if not self._endpoint.can_send:
-            self._unsent.add(outputs)
-            return
         if self._unsent:
             self._unsent.add(outputs)
+            if not self._endpoint.can_send:  # without encoding it all in vain, step after step
+                return
             outputs = self._unsent.take()
         progress = Progress(self._taken, outputs, self._refused)
         now = time.perf_counter()
         if now >= self._next_stats or not self._engine.has_unfinished_requests():
             self._next_stats = now + STATS_SECONDS
-            progress.stats = self._engine.stats()
+            progress.stats = stats = self._engine.stats()
+            stats.step_seconds, stats.serving_seconds = self._step_seconds, self._serving_seconds
             progress.records = self._engine.take_step_records()
         elif not (outputs or self._refused):
             return
@@ -189,8 +201,9 @@ def _watch_parent(lifeline: socket.socket, directory: Path) -> None:
 
     What it would still compute is for nobody, and memory on a GPU is for whoever comes next.
     """
-    while lifeline.recv(4096):
-        pass
+    with contextlib.suppress(OSError):  # reset by its end
+        while lifeline.recv(4096):
+            pass
     shutil.rmtree(directory, ignore_errors=True)  # there only while the two were not connected yet
     os._exit(EXIT_ORPHANED)
 

@@ -91,6 +91,7 @@ async def serve(
             uvicorn.Config(
                 build_app(api),
                 log_config=None,
+                log_level=logging.WARNING,
                 access_log=False,
                 lifespan="off",
                 proxy_headers=False,
@@ -111,6 +112,7 @@ async def serve(
         finally:
             api.close()
             await engine.close()
+        logger.info("stopped")
 
 
 async def _drain(api: Api, stop: Stop, timeout: float) -> None:
