@@ -228,6 +228,7 @@ class Expander:
             # "</" would end the script element.
             text = path.read_text().replace("</", "<\\/")
             parts.append(
+                f'<a id="{path.stem}"></a>'
                 f'<script type="application/jsonl" class="recorded-trace" data-name="{path.stem}">'
                 f"\n{text}</script>"
             )
