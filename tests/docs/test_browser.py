@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
     with api.sync_playwright() as playwright:
         opened = playwright.chromium.launch(
             executable_path=executable,
-            args=["--no-sandbox", "--disable-dev-shm-usage", "--allow-file-access-from-files"],
+            args=["--no-sandbox", "--disable-dev-shm-usage"],
         )
         yield opened
         opened.close()
@@ -172,7 +172,8 @@ def test_a_link_opens_a_trace(site: Path, tab: Any) -> None:
 
 
 def test_search_works_from_disk(site: Path, tab: Any) -> None:
+    tab.set_viewport_size({"width": 1360, "height": 800})
     tab.goto((site / "index.html").as_uri())
-    tab.click("label[for=__search]") if tab.scheme == "dark" else tab.click(".md-search__input")
-    tab.fill(".md-search__input", "preemption")
-    tab.wait_for_selector(".md-search-result__item", timeout=30_000)
+    tab.click(".md-search__input")
+    tab.keyboard.type("preemption")
+    tab.wait_for_selector(".md-search-result__item", state="attached", timeout=30_000)

@@ -46,7 +46,6 @@ FENCE = re.compile(r"^```(sourcemap|reading)\n(.*?)^```$", re.MULTILINE | re.DOT
 # Colours that tools/svg.py and its users draw with -> the page's variable for them.
 FIGURE_COLOURS = {
     "#ffffff": "paper", "#222222": "ink", "#8a8a8a": "faint", "#555555": "line",
-    "#dcebf7": "host", "#fbe3c4": "device", "#e6e6e6": "store",
 }  # fmt: skip
 
 
@@ -214,12 +213,12 @@ class Expander:
         )
 
     def figure(self, name: str, description: str) -> str:
-        return _inline(name, (ROOT / "docs" / "images" / name).read_text(), description)
+        return _inline((ROOT / "docs" / "images" / name).read_text(), description)
 
     def roofline(self, model: str, context: str) -> str:
         svg = roofline.picture(model, context)
         description = f"Floor of a decode step of {model} by batch size"
-        figure = _inline(f"roofline-{model}", svg, description)
+        figure = _inline(svg, description)
         return f"{roofline.section(model, context)}\n\n{figure}"
 
     def traces(self) -> str:
@@ -269,14 +268,11 @@ def _num_parameters(config: dict[str, Any]) -> int:
     return config["num_hidden_layers"] * (matrices + norms) + embeddings + hidden
 
 
-def _inline(name: str, svg: str, description: str) -> str:
+def _inline(svg: str, description: str) -> str:
     """An SVG as a part of the page, in the page's colours."""
     for colour, variable in FIGURE_COLOURS.items():
         svg = svg.replace(f'"{colour}"', f'"var(--figure-{variable}, {colour})"')
     svg = svg.replace("<svg ", f'<svg aria-label="{html.escape(description)}" ', 1)
-    # Markers are found by id, and a page may hold several figures.
-    marker = "head-" + re.sub(r"\W", "-", name)
-    svg = svg.replace('id="head"', f'id="{marker}"').replace("url(#head)", f"url(#{marker})")
     return f'<figure class="svg">{"".join(svg.splitlines())}</figure>'
 
 
