@@ -6,6 +6,7 @@
     {{ changed STAGE }}               files, lines, folded differences, what is reused unchanged
     {{ results STAGE WORKLOAD,... against=STAGE,... without=FILE,... }}
     {{ ladder WORKLOAD,... }}         newest row of every stage
+    {{ plot gaps|throughput WORKLOAD }}
     {{ sweep FILE OPTION METRIC,... }}
     {{ number FILE STAGE WORKLOAD METRIC FORMAT option=value ... }}
     {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT }}
@@ -38,7 +39,7 @@ from typing import Any
 
 from mkdocs.utils import get_relative_url
 
-from tools.docsite import ROOT, changes, results, roofline, sources, traces
+from tools.docsite import ROOT, changes, plots, results, roofline, sources, traces
 from tools.docsite.sources import Region
 
 MACRO = re.compile(r"\{\{ (\w+)( [^{}\n]*?)? \}\}")
@@ -73,6 +74,7 @@ class Expander:
             "figure": self.figure,
             "memory": results.memory,
             "models": model_table,
+            "plot": plot,
             "roofline": self.roofline,
             "step_ms": lambda name, step: (
                 f"{traces.milliseconds(traces.read(name)[int(step)]):.0f}"
@@ -185,7 +187,7 @@ class Expander:
             old = "new" if change.lines_before is None else str(change.lines_before)
             new = "gone" if change.lines is None else str(change.lines)
             lines.append(f"| {label} | {old} | {new} | +{change.added} | -{change.removed} |")
-            title = f"{change.name}: +{change.added} -{change.removed}"
+            title = f"`{change.name}`: +{change.added} -{change.removed}"
             folded.append(f'??? quote "{title}"\n\n' + _indented(f"``` diff\n{change.diff}\n```"))
         added, removed = sum(c.added for c in found), sum(c.removed for c in found)
         lines.append(f"| together | | | +{added} | -{removed} |")
@@ -234,6 +236,15 @@ class Expander:
         if not parts:
             raise ValueError("there are no recorded traces")
         return "\n".join(parts)
+
+
+def plot(kind: str, workload: str) -> str:
+    """Every context in which at least two stages were measured."""
+    parts = [
+        f"{_inline(svg, caption)}\n\n<small>{caption}</small>"
+        for caption, svg in plots.of_workload(kind, workload)
+    ]
+    return "\n\n".join(parts) or f"`{workload}` has been measured for one stage only so far."
 
 
 def model_table() -> str:

@@ -159,26 +159,34 @@ def stage_tables(
     return "\n\n".join(parts)
 
 
-def ladder(workloads: Sequence[str]) -> str:
-    """The newest row of every stage, for every context that has more than one stage or a GPU."""
-    groups: dict[tuple[str, ...], dict[str, tuple[Row, str]]] = {}
+Newest = dict[str, tuple[Row, str]]  # stage -> its newest row, and the file
+
+
+def newest_rows(workloads: Sequence[str]) -> list[tuple[tuple[str, ...], Newest]]:
+    """Per context, in the order of the workloads. A file that compares several stages says more
+    than a newer one of a single stage."""
+    groups: dict[tuple[str, ...], Newest] = {}
     for name in files():
+        num_stages = len({row["stage"] for row in rows_of(name)})
         for row in rows_of(name):
-            if row["workload"]["name"] in workloads and row["medians"]:
-                newest = groups.setdefault(context(row), {})
-                kept = newest.get(row["stage"])
-                # A file that compares several stages says more than one of a single stage.
-                rank = (len({r["stage"] for r in rows_of(name)}), row.get("created", ""))
-                if kept is None or rank >= (
-                    len({r["stage"] for r in rows_of(kept[1])}),
-                    kept[0].get("created", ""),
-                ):
-                    newest[row["stage"]] = (row, name)
-    ordered = sorted(
+            if row["workload"]["name"] not in workloads or not row["medians"]:
+                continue
+            newest = groups.setdefault(context(row), {})
+            kept = newest.get(row["stage"])
+            if kept is not None:
+                of_kept = len({r["stage"] for r in rows_of(kept[1])})
+                if (of_kept, kept[0].get("created", "")) > (num_stages, row.get("created", "")):
+                    continue
+            newest[row["stage"]] = (row, name)
+    return sorted(
         groups.items(), key=lambda item: (workloads.index(item[0][0].split(",")[0]), item[0])
     )
+
+
+def ladder(workloads: Sequence[str]) -> str:
+    """The newest row of every stage, for every context that has more than one stage or a GPU."""
     parts = []
-    for key, newest in ordered:
+    for key, newest in newest_rows(workloads):
         rows = [newest[stage][0] for stage in sorted(newest)]
         names = ", ".join(dict.fromkeys(newest[stage][1] for stage in sorted(newest)))
         metrics = DEFAULT_COLUMNS.get(rows[0]["workload"]["name"], OTHER_COLUMNS)
