@@ -74,11 +74,12 @@ RunStage = Callable[[str, WorkloadName, int], Attempt]
 
 
 def stage_names(wanted: Sequence[str]) -> list[str]:
-    """Every stage that has a benchmark, or those asked for. Raises ValueError for unknown ones."""
+    """The stages asked for; "all": those that are engines by themselves, for the others run one of
+    these. Raises ValueError for one without a benchmark."""
     directory = Path(stages.__file__).parent
     found = [name for name in stages.names() if (directory / name / "bench.py").exists()]
     if tuple(wanted) == ("all",):
-        return found
+        return [name for name in found if name in stages.engines()]
     unknown = [name for name in wanted if name not in found]
     if unknown:
         raise ValueError(f"no stage {unknown[0]!r} with a benchmark; there are: {', '.join(found)}")

@@ -1,90 +1,192 @@
-"""Where the microseconds of a decode step go, kernel by kernel.
+"""Where every microsecond of a decode step goes, kernel by kernel, beside the floor of each.
 
-    python -m bench.decode_profile --model qwen3-0.6b --load-format dummy --rows 1 8 64 256
+    python -m bench.decode_profile --model qwen3-0.6b --json bench/results/decode_profile_06b.json
 
-Sums what torch's profiler saw on the GPU over some steady decode steps. Kernels run one after the
-other, so what is left of the step's time between them is launch gaps and the host.
+Times are what torch's profiler saw on the GPU over some steady steps. `busy` counts a moment once
+although kernels may overlap (a kernel that starts early waits for the one before it), so the parts
+can add up to more; what is left of the step is the host and the gaps between kernels.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import tyro
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from bench.floor import measure_rates
+from bench.gpu import hardware
+from bench.result import Hardware, git_state, library_versions, now
 from shared import SamplingParams
+from shared.models.config import ModelConfig
+from shared.models.files import ModelFiles
 from steps import load
 
+SCHEMA_VERSION = 1
 MICROSECONDS = 1e6
 
+# Part of the step -> words in the names of its kernels; the first that fits takes a kernel.
+PARTS = {
+    "attention": ("paged_decode", "flash_fwd", "flash::"),
+    "q/k norm, rotary, KV write": ("qk_norm",),
+    "norm": ("rms_norm",),
+    "activation": ("silu",),
+    "linear": ("nvjet", "gemm", "splitK", "splitk", "_row_kernel", "_rows_kernel", "cublas"),
+    "sampling": ("_split_kernel", "_combine_kernel"),
+    "inputs and gathers": ("_gather_rows", "_resolve_step"),
+}
+OTHER = "copies and the rest"
 
-@dataclass
-class KernelTime:
-    launches: float = 0.0  # per step
-    microseconds: float = 0.0  # per step
+
+class PartTime(msgspec.Struct):
+    """One part of a step, all layers together, microseconds."""
+
+    part: str
+    launches: float
+    microseconds: float
+    floor: float
+    """The bytes it cannot do without, at the device's copy bandwidth."""
+    kernels: dict[str, float]
+    """Microseconds by kernel."""
 
 
-@dataclass
-class StepProfile:
-    """One decode step with `rows` sequences of about `context` tokens."""
+class StepProfile(msgspec.Struct):
+    """One decode step with `rows` sequences of about `context` tokens, microseconds."""
 
     rows: int
-    context: int
-    step_us: float
-    kernels: dict[str, KernelTime] = field(default_factory=dict)
-
-    @property
-    def kernel_us(self) -> float:
-        return sum(kernel.microseconds for kernel in self.kernels.values())
+    context: float
+    step: float
+    """Wall time, unprofiled."""
+    busy: float
+    parts: list[PartTime]
 
 
-def profile_decode(engine: Any, rows: int, context: int, steps: int) -> StepProfile:
-    """Prefill `rows` prompts of `context` tokens, then time and profile decode steps."""
+class ProfileReport(msgspec.Struct):
+    schema_version: int
+    time: str
+    commit: str | None
+    dirty: bool | None
+    hardware: Hardware
+    versions: dict[str, str]
+    config: dict[str, Any]
+    copy_gb_per_second: float
+    steps: list[StepProfile]
+
+
+def part_of(kernel: str) -> str:
+    for part, words in PARTS.items():
+        if any(word in kernel for word in words):
+            return part
+    return OTHER
+
+
+def floor_bytes(model: ModelConfig, rows: int, context: float) -> dict[str, float]:
+    """Part -> bytes per step that it must read and write, in bf16.
+
+    Weights once; keys and values of every sequence once. Activations go from one part to the next
+    and are counted where both write or read them: fusing parts can beat these, but not by much.
+    """
+    h, i, layers = model.hidden_size, model.intermediate_size, model.num_hidden_layers
+    q, kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
+    weights = h * (2 * q + 2 * kv + 3 * i) * layers + model.vocab_size * h
+    between = rows * layers
+    values = {
+        "linear": weights + between * (h + q + 2 * kv + q + h + h + 2 * i + i + h),
+        "attention": 2 * kv * context * between + between * 2 * q,
+        "q/k norm, rotary, KV write": between * 2 * (q + 2 * kv),
+        "norm": rows * (2 * layers + 1) * 4 * h,
+        "activation": between * 3 * i,
+        "sampling": rows * model.vocab_size,
+        "inputs and gathers": rows * 4 * h,
+        OTHER: 0,
+    }
+    return {part: 2.0 * count for part, count in values.items()}
+
+
+def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of the intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+@dataclass
+class Recording:
+    """What the profiler saw, per step: kernel -> (launches, microseconds)."""
+
+    busy: float = 0.0
+    launches: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    microseconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+def record(engine: Any, steps: int) -> Recording:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    recording, intervals = Recording(), []
+    for event in profiler.events():
+        if event.device_type == DeviceType.CUDA:
+            intervals.append((event.time_range.start, event.time_range.end))
+            recording.launches[event.name] += 1 / steps
+            recording.microseconds[event.name] += event.time_range.elapsed_us() / steps
+    recording.busy = busy_time(intervals) / steps
+    return recording
+
+
+def profile_decode(
+    engine: Any, model: ModelConfig, rows: int, prompt: int, steps: int, bandwidth: float
+) -> StepProfile:
+    """Prefill `rows` prompts of `prompt` tokens, then time and profile decode steps."""
     generator = torch.Generator().manual_seed(rows)
     vocabulary = min(10_000, engine.vocab_size)
-    params = SamplingParams(temperature=0.6, max_tokens=3 * steps + 16, ignore_eos=True)
+    warm_up = 10
+    length = warm_up + 2 * steps + 2
+    params = SamplingParams(temperature=0.6, max_tokens=length, ignore_eos=True)
     for row in range(rows):
-        prompt = torch.randint(0, vocabulary, (context,), generator=generator).tolist()
-        engine.add_request(f"{rows}.{row}", prompt, params)
+        ids = torch.randint(0, vocabulary, (prompt,), generator=generator).tolist()
+        engine.add_request(f"{rows}.{row}", ids, params)
     started = 0
     while started < rows:
         started += sum(len(output.new_token_ids) for output in engine.step())
-    for _ in range(5):
+    for _ in range(warm_up):
         engine.step()
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(steps):
         engine.step()
     torch.cuda.synchronize()
-    step_us = (time.perf_counter() - begin) / steps * MICROSECONDS
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            engine.step()
-        torch.cuda.synchronize()
-    kernels: defaultdict[str, KernelTime] = defaultdict(KernelTime)
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
-            kernels[event.name].launches += 1 / steps
-            kernels[event.name].microseconds += event.self_device_time_total / steps
+    step = (time.perf_counter() - begin) / steps * MICROSECONDS
+    recording = record(engine, steps)
     for row in range(rows):
         engine.abort_request(f"{rows}.{row}")
-    return StepProfile(rows, context, step_us, dict(kernels))
+    context = prompt + warm_up + 1.5 * steps
+    floors = floor_bytes(model, rows, context)
+    parts = []
+    for part in (*PARTS, OTHER):
+        kernels = {name: us for name, us in recording.microseconds.items() if part_of(name) == part}
+        launches = sum(recording.launches[name] for name in kernels)
+        floor = floors[part] / bandwidth * MICROSECONDS
+        parts.append(PartTime(part, launches, sum(kernels.values()), floor, kernels))
+    return StepProfile(rows, context, step, recording.busy, parts)
 
 
-def show(result: StepProfile, most: int) -> None:
-    print(
-        f"\n{result.rows} rows, {result.context} tokens each: {result.step_us:.0f} us a step, "
-        f"{result.kernel_us:.0f} us in kernels"
-    )
-    ordered = sorted(result.kernels.items(), key=lambda item: -item[1].microseconds)
-    for name, kernel in ordered[:most]:
-        print(f"{kernel.microseconds:9.1f} us {kernel.launches:6.1f} x  {name[:90]}")
+def show(result: StepProfile) -> None:
+    print(f"\n{result.rows} rows, {result.context:.0f} tokens each: {result.step:.0f} us a step, "
+          f"the GPU is busy for {result.busy:.0f}")  # fmt: skip
+    for part in sorted(result.parts, key=lambda part: -part.microseconds):
+        print(f"{part.microseconds:9.1f} us, floor {part.floor:8.1f}, {part.launches:6.1f} launches"
+              f"  {part.part}")  # fmt: skip
 
 
 @dataclass
@@ -94,11 +196,12 @@ class Options:
     model: str = "qwen3-0.6b"
     stage: str = "00_baseline"
     rows: tuple[int, ...] = (1, 8, 64, 256)
-    context: int = 512
-    steps: int = 20
-    most: int = 16
-    """Kernels to list."""
+    prompt: int = 512
+    """Tokens."""
+    steps: int = 40
     attention_backend: str = "auto"
+    json: Path | None = None
+    """File for the report."""
 
 
 def main(options: Options) -> None:
@@ -108,12 +211,33 @@ def main(options: Options) -> None:
         load_format="dummy",
         attention_backend=options.attention_backend,
     )
+    model = ModelFiles.find(config.model, config.load_format).config
+    rates = measure_rates("cuda", torch.bfloat16, 0)
     engine = module.Engine(config)
+    steps = []
     try:
         for rows in options.rows:
-            show(profile_decode(engine, rows, options.context, options.steps), options.most)
+            steps.append(
+                profile_decode(engine, model, rows, options.prompt, options.steps, rates.bandwidth)
+            )
+            show(steps[-1])
     finally:
         engine.close()
+    if options.json is not None:
+        commit, dirty = git_state()
+        report = ProfileReport(
+            schema_version=SCHEMA_VERSION,
+            time=now(),
+            commit=commit,
+            dirty=dirty,
+            hardware=hardware("cuda"),
+            versions=library_versions(),
+            config={"stage": options.stage, **engine.describe()},
+            copy_gb_per_second=rates.bandwidth / 1e9,
+            steps=steps,
+        )
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ nothing to the other, so devices are looked up by UUID.
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Mapping
 from types import ModuleType, TracebackType
 from typing import Any
-
-import torch
 
 from bench.result import Gpu, GpuUse, Hardware, cpu_count, cpu_name
 
@@ -33,6 +33,8 @@ def load_nvml() -> ModuleType | None:
 
 def visible_gpus() -> list[Gpu]:
     """Every GPU CUDA shows this process, in CUDA's order."""
+    import torch  # here: a client of some other machine's engine has no use for it
+
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -47,6 +49,32 @@ def hardware(device: str) -> Hardware:
     nvml = load_nvml()
     driver = None if nvml is None else nvml.nvmlSystemGetDriverVersion()
     return Hardware(cpu_name(), cpu_count(), visible_gpus(), driver)
+
+
+def installed_gpus(nvml: Any, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """GPUs by way of NVML alone: starts no CUDA context beside a server that owns the memory.
+
+    Those that CUDA_VISIBLE_DEVICES names. Its indices are CUDA's; they are taken for NVML's when
+    the two must agree (CUDA_DEVICE_ORDER says so, or all GPUs are of one model). Where they may
+    differ, all GPUs are listed: too many are better than the wrong ones.
+    """
+    gpus = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        gpus.append(Gpu(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle), memory))
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return gpus
+    entries = [entry.strip() for entry in named.split(",") if entry.strip()]
+    by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    same_order = by_bus or len({gpu.name for gpu in gpus}) <= 1
+    if all(entry.isdecimal() for entry in entries):
+        if not same_order:
+            return gpus
+        return [gpus[int(entry)] for entry in entries if int(entry) < len(gpus)]
+    found = [gpu for entry in entries for gpu in gpus if gpu.uuid.startswith(entry)]
+    return found or gpus
 
 
 def device_handles(nvml: Any, uuids: list[str]) -> dict[str, Any]:

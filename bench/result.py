@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -19,7 +19,17 @@ SCHEMA_VERSION = 1
 ROOT = Path(__file__).resolve().parent.parent
 # A tree that was copied without its .git says here what it is: "<sha>" or "<sha>-dirty".
 COMMIT_VARIABLE = "BABY_VLLM_COMMIT"
+# Numbers of a run that a median says nothing about.
+NO_MEASUREMENTS = ("repeat", "count")
 PACKAGES = ("torch", "triton", "flash-attn", "numpy", "transformers", "tokenizers")
+
+
+class Versioned(Protocol):
+    @property
+    def schema_version(self) -> int: ...
+
+
+Row = TypeVar("Row", bound=Versioned)
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -131,7 +141,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def summarise(
-    runs: Sequence[RunMetrics],
+    runs: Sequence[msgspec.Struct],
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
     """Median and (smallest, largest) of every number of the runs, by name (`ttft_ms.p50`)."""
     series: dict[str, list[float]] = {}
@@ -143,14 +153,17 @@ def summarise(
     return medians, spread
 
 
-def _numbers(run: RunMetrics) -> Iterable[tuple[str, float]]:
-    for name in RunMetrics.__struct_fields__:
-        value = getattr(run, name)
-        if isinstance(value, Percentiles):
-            yield from ((f"{name}.{key}", getattr(value, key)) for key in ("p50", "p95", "p99"))
-            yield f"{name}.max", value.max
-        elif isinstance(value, int | float) and name != "repeat":
-            yield name, float(value)
+def _numbers(struct: msgspec.Struct, prefix: str = "") -> Iterable[tuple[str, float]]:
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        if isinstance(value, msgspec.Struct):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                if isinstance(part, msgspec.Struct):
+                    yield from _numbers(part, f"{prefix}{name}.{key}.")
+        elif isinstance(value, int | float) and name not in NO_MEASUREMENTS:
+            yield prefix + name, float(value)
 
 
 def percent_of_floor(workload: str, medians: dict[str, float], floor: Floor | None) -> float | None:
@@ -188,9 +201,9 @@ def _git(root: Path, *args: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def library_versions() -> dict[str, str]:
+def library_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -219,22 +232,31 @@ def cpu_count() -> int:
 
 def read_results(path: Path) -> list[Result]:
     """All rows of a file. Raises ValueError naming the file when it holds something else."""
+    return read_rows(path, list[Result], SCHEMA_VERSION)
+
+
+def read_rows(path: Path, kind: type[list[Row]], version: int) -> list[Row]:
+    """The same for any kind of row that has a `schema_version`."""
     try:
-        rows = msgspec.json.decode(path.read_bytes(), type=list[Result])
+        rows = msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} holds no benchmark results: {error}") from error
     for row in rows:
-        if row.schema_version != SCHEMA_VERSION:
+        if row.schema_version != version:
             raise ValueError(
-                f"{path}: schema_version {row.schema_version}, this code reads {SCHEMA_VERSION}"
+                f"{path}: schema_version {row.schema_version}, this code reads {version}"
             )
     return rows
 
 
 def append_results(path: Path, rows: Sequence[Result]) -> None:
     """Adds rows to the file's JSON array; what is there stays. The file is replaced whole."""
-    kept = read_results(path) if path.exists() else []
-    text = msgspec.json.format(msgspec.json.encode([*kept, *rows]), indent=1)
+    write_rows(path, [*(read_results(path) if path.exists() else []), *rows])
+
+
+def write_rows(path: Path, rows: Sequence[msgspec.Struct]) -> None:
+    """Replaces the file whole, so that nobody ever finds half of it."""
+    text = msgspec.json.format(msgspec.json.encode(rows), indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         file.write(text + b"\n")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
@@ -24,7 +24,7 @@ import numpy as np
 from shared import SamplingParams
 from shared.models.config import ModelConfig
 
-WorkloadName = Literal["nano", "decode_gap", "shared_prefix", "batch1", "batch8"]
+WorkloadName = Literal["nano", "decode_gap", "decode_gap_busy", "shared_prefix", "batch1", "batch8"]
 Scale = Literal["cpu", "full", "full_large"]
 
 WORKLOADS: tuple[WorkloadName, ...] = get_args(WorkloadName)
@@ -72,18 +72,10 @@ class Workload:
     @cached_property
     def sha256(self) -> str:
         """Hash of the content: prompts, output lengths, sampling, arrival times, window."""
-        digest = hashlib.sha256(json.dumps([self.name, self.window]).encode())
-        for request in self.requests:
-            values = [
-                len(request.prompt),
-                request.max_tokens,
-                request.temperature,
-                request.arrival,
-                request.wave,
-            ]
-            digest.update(json.dumps(values).encode())
-            digest.update(np.asarray(request.prompt, dtype="<u4").tobytes())
-        return digest.hexdigest()
+        return content_hash(
+            [self.name, self.window],
+            ((r.prompt, [r.max_tokens, r.temperature, r.arrival, r.wave]) for r in self.requests),
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -98,6 +90,17 @@ class Workload:
         return replace(self, requests=kept, window=window)
 
 
+def content_hash(
+    head: Sequence[Any], requests: Iterable[tuple[Sequence[int], Sequence[Any]]]
+) -> str:
+    """SHA-256 of what a workload consists of; each request is (prompt, whatever else it has)."""
+    digest = hashlib.sha256(json.dumps(head).encode())
+    for prompt, values in requests:
+        digest.update(json.dumps([len(prompt), *values]).encode())
+        digest.update(np.asarray(prompt, dtype="<u4").tobytes())
+    return digest.hexdigest()
+
+
 def build_workload(name: WorkloadName, scale: Scale, vocab_size: int, repeat: int = 0) -> Workload:
     """The workload's requests. Raises ValueError for an unknown name or scale.
 
@@ -109,7 +112,7 @@ def build_workload(name: WorkloadName, scale: Scale, vocab_size: int, repeat: in
         raise ValueError(f"no scale {scale!r}; there are: {', '.join(SCALES)}")
     id_limit = min(ID_LIMIT, vocab_size)
     # A string seed is hashed by Random itself, the same way everywhere.
-    ids = _Ids(Random(f"{name} ids {repeat}"), id_limit)
+    ids = TokenIds(Random(f"{name} ids {repeat}"), id_limit)
     requests, window = _BUILDERS[name](scale, ids)
     return Workload(name, scale, id_limit, repeat, tuple(requests), window)
 
@@ -133,11 +136,18 @@ def engine_options(name: WorkloadName, scale: Scale) -> dict[str, Any]:
 
 _ENGINE_OPTIONS: dict[tuple[WorkloadName, Scale], dict[str, Any]] = {
     ("decode_gap", "cpu"): {"max_prefill_tokens_per_step": 128},
+    ("decode_gap_busy", "cpu"): {"max_prefill_tokens_per_step": 128},
+    ("decode_gap", "full"): {"max_prefill_tokens_per_step": 512},
+    ("decode_gap_busy", "full"): {"max_prefill_tokens_per_step": 512},
+    ("decode_gap", "full_large"): {"max_prefill_tokens_per_step": 512},
+    ("decode_gap_busy", "full_large"): {"max_prefill_tokens_per_step": 512},
 }
 
 
 @dataclass
-class _Ids:
+class TokenIds:
+    """Draws prompts of ids below a limit."""
+
     random: Random
     limit: int
 
@@ -168,19 +178,31 @@ def _nano_lengths() -> list[tuple[int, int]]:
     return [(prompt, random.randint(100, 1024)) for prompt in prompts]
 
 
-def _nano(scale: Scale, ids: _Ids) -> Built:
+def _nano(scale: Scale, ids: TokenIds) -> Built:
     lengths = _nano_lengths()
     if scale == "cpu":  # a quarter of the requests, an eighth of their lengths: 12-128
         lengths = [(prompt // 8, output // 8) for prompt, output in lengths[:64]]
     return [Request(ids.draw(prompt), output) for prompt, output in lengths], None
 
 
-def _decode_gap(scale: Scale, ids: _Ids) -> Built:
-    """Steady decodes, and long prompts that get in their way at fixed intervals."""
-    steady, steady_prompt, prompt, output, interval, window = {
-        "cpu": (4, 64, 1024, 8, 1.0, 8.0),
-        "full": (32, 512, 4096, 16, 0.4, 30.0),
-        "full_large": (32, 512, 4096, 16, 1.0, 30.0),
+def _decode_gap(scale: Scale, ids: TokenIds) -> Built:
+    return _gaps(scale, ids, {"cpu": (1.0, 8.0), "full": (0.4, 30.0), "full_large": (1.0, 30.0)})
+
+
+def _decode_gap_busy(scale: Scale, ids: TokenIds) -> Built:
+    """Prompts come often enough for one gap in a hundred to be one of theirs: a fast GPU makes
+    more than two hundred steps between two prompts of `decode_gap`."""
+    return _gaps(scale, ids, {"cpu": (0.5, 8.0), "full": (0.08, 10.0), "full_large": (0.4, 10.0)})
+
+
+def _gaps(scale: Scale, ids: TokenIds, times: dict[Scale, tuple[float, float]]) -> Built:
+    """Steady decodes, and long prompts that get in their way: seconds from one to the next, and of
+    the whole."""
+    interval, window = times[scale]
+    steady, steady_prompt, prompt, output = {
+        "cpu": (4, 64, 1024, 8),
+        "full": (32, 512, 4096, 16),
+        "full_large": (32, 512, 4096, 16),
     }[scale]
     requests = [Request(ids.draw(steady_prompt), None) for _ in range(steady)]
     for i in range(round(window / interval)):
@@ -188,7 +210,7 @@ def _decode_gap(scale: Scale, ids: _Ids) -> Built:
     return requests, window
 
 
-def _shared_prefix(scale: Scale, ids: _Ids) -> Built:
+def _shared_prefix(scale: Scale, ids: TokenIds) -> Built:
     """Two waves over the same prefixes: in the second, every owner of a prefix has gone.
 
     Within a wave the prefixes take turns, so that neighbours in the queue do not share.
@@ -211,8 +233,8 @@ def _shared_prefix(scale: Scale, ids: _Ids) -> Built:
     return requests, None
 
 
-def _batch(size: int, prompt: int) -> Callable[[Scale, _Ids], Built]:
-    def build(scale: Scale, ids: _Ids) -> Built:
+def _batch(size: int, prompt: int) -> Callable[[Scale, TokenIds], Built]:
+    def build(scale: Scale, ids: TokenIds) -> Built:
         length = prompt if scale != "cpu" else min(prompt, 64)
         output = 256 if scale != "cpu" else 64
         return [Request(ids.draw(length), output) for _ in range(size)], None
@@ -220,9 +242,10 @@ def _batch(size: int, prompt: int) -> Callable[[Scale, _Ids], Built]:
     return build
 
 
-_BUILDERS: dict[WorkloadName, Callable[[Scale, _Ids], Built]] = {
+_BUILDERS: dict[WorkloadName, Callable[[Scale, TokenIds], Built]] = {
     "nano": _nano,
     "decode_gap": _decode_gap,
+    "decode_gap_busy": _decode_gap_busy,
     "shared_prefix": _shared_prefix,
     "batch1": _batch(1, 16),
     "batch8": _batch(8, 512),

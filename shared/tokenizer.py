@@ -28,6 +28,17 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE (GPT-2's, Qwen's) writes bytes with."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    named = {chr(byte): byte for byte in printable}
+    return named | {chr(256 + position): byte for position, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
 class Tokenizer:
     """A checkpoint's tokenizer and chat template; safe to use from several threads."""
 
@@ -42,10 +53,10 @@ class Tokenizer:
         self._template_variables = template_variables
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Number of tokens that have a text; the model's vocab_size may be padded beyond it."""
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self.special_ids: frozenset[int] = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            token_id for token_id, token in added.items() if token.special
         )
         """Ids that `decode` leaves out by default."""
 
@@ -79,11 +90,23 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"text is not valid Unicode: {error}") from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch, because only that lets other threads run meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids without a text give none; an incomplete character gives U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, perhaps a part of a character. b"" for an id without a text."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added_ids:
+            return token.encode()
+        return bytes(map(BYTE_OF.__getitem__, token))
 
     def apply_chat_template(
         self,

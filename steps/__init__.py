@@ -15,6 +15,13 @@ def names() -> list[str]:
     return sorted(p.name for p in here.glob("[0-9][0-9]_*") if (p / "__init__.py").exists())
 
 
+def engines() -> list[str]:
+    """The stages that are engines by themselves, in order: they have a scheduler. The others wrap
+    one of them."""
+    here = Path(__file__).parent
+    return [name for name in names() if (here / name / "scheduler.py").exists()]
+
+
 def load(name: str) -> ModuleType:
     """The package of a stage: `load("00_baseline").LLM`. Raises ValueError for an unknown one.
 

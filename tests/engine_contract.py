@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 import steps
 from shared import SamplingParams
 from shared.outputs import StepOutput
-from tests.fakes import cuts_prompts
 from tests.reference import VARIANTS, Reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -57,12 +57,15 @@ def assert_idle(engine: Any) -> None:
 class EngineContract:
     stage: str
 
+    def make_engine(self, module: ModuleType, config: Any) -> Any:
+        return module.Engine(config)
+
     @contextmanager
     def engine(self, reference: Reference, **config: Any) -> Iterator[Any]:
         module = steps.load(self.stage)
         options = {"dtype": "float32", "max_model_length": 512, "num_kvcache_blocks": 200}
-        engine = module.Engine(
-            module.Config(model=str(reference.directory), **{**options, **config})
+        engine = self.make_engine(
+            module, module.Config(model=str(reference.directory), **{**options, **config})
         )
         try:
             yield engine
@@ -100,7 +103,7 @@ class EngineContract:
         lengths = [budget, budget + 1, 2 * budget, 3 * budget + 2, 100]
         requests = {f"r{n}": (prompt_of(rng, n), GREEDY) for n in lengths}
         with self.engine(reference, max_num_batched_tokens=budget, max_num_sequences=4) as engine:
-            if not cuts_prompts(steps.load(self.stage)):
+            if not engine.cuts_prompts:
                 for request_id in [
                     r for r, (prompt, _) in requests.items() if len(prompt) > budget
                 ]:

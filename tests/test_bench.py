@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from bench import cli, compare, gpu, result, tables
+from bench import cli, compare, decode_profile, gpu, result, tables
 from bench.cli import BenchOptions
 from bench.compare import Attempt
 from bench.floor import Limits, ModelCost, Rates, measure_rates, physical_floor
@@ -33,7 +33,7 @@ from bench.workloads import (
 from shared import EngineConfig, SamplingParams
 from shared.models.config import ModelConfig, real_model_config
 from shared.outputs import StepOutput
-from steps import load, names
+from steps import engines, load
 
 QWEN_VOCABULARY = 151_936
 TINY_VOCABULARY = 4096
@@ -57,6 +57,15 @@ FROZEN = {
     ),
     ("decode_gap", "full_large", QWEN_VOCABULARY): (
         "d059112c330d16ea1cd02b76f644d5a3fe330835b390d3b3cda9d85eebeaebad"
+    ),
+    ("decode_gap_busy", "cpu", TINY_VOCABULARY): (
+        "fc7c8aaa8bf9944c978d2e440f625d82d89bc56e6d4ac1506f6b228e59ddbd4a"
+    ),
+    ("decode_gap_busy", "full", QWEN_VOCABULARY): (
+        "cd4da9b8c5f7ae53c9335a7b5471f4cad100d2d828741966745459c061dea8f6"
+    ),
+    ("decode_gap_busy", "full_large", QWEN_VOCABULARY): (
+        "f7c4687f92a35e3b192b4b103c33363ca41a14ae4b340e0dfbe4c1827b40751e"
     ),
     ("shared_prefix", "cpu", TINY_VOCABULARY): (
         "48a6bd65eb5378358c40c42beaf49f1316212b8a8c831eac5de4efd533ab0bc2"
@@ -392,7 +401,7 @@ def test_a_real_engine_runs_the_workload_of_the_cpu() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", names())
+@pytest.mark.parametrize("stage", engines())
 def test_host_time_of_a_decode_step(stage: str) -> None:
     measured = measure_host(stage, rows=4, prompt=8, steps=20)
     assert measured.count == 19
@@ -828,3 +837,20 @@ def test_without_nvml_there_is_no_gpu_use() -> None:
         pass
     assert monitor.use() == []
     assert gpu.hardware("cpu").gpus == []
+
+
+def test_overlapping_kernels_keep_the_gpu_busy_once() -> None:
+    assert decode_profile.busy_time([(5, 7), (0, 3), (1, 2), (2, 4)]) == 6
+    assert decode_profile.busy_time([]) == 0
+
+
+def test_a_decode_step_reads_at_least_all_weights_and_all_keys() -> None:
+    model = real_model_config("qwen3-0.6b")
+    floors = decode_profile.floor_bytes(model, rows=8, context=512)
+    cost = ModelCost.of(model, 2)
+    assert floors["linear"] > cost.weight_bytes
+    assert floors["attention"] > 8 * 512 * cost.kv_bytes
+    assert floors.keys() == {*decode_profile.PARTS, decode_profile.OTHER}
+    assert decode_profile.part_of("_paged_decode_attention_kernel") == "attention"
+    assert decode_profile.part_of("nvjet_sm90_tst_64x8_64x16") == "linear"
+    assert decode_profile.part_of("Memcpy HtoD") == decode_profile.OTHER

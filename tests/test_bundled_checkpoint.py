@@ -15,7 +15,7 @@ from tests.reference import Reference
 CHAT = [{"role": "user", "content": "Tell me about love."}]
 
 
-@pytest.fixture(scope="module", params=steps.names())
+@pytest.fixture(scope="module", params=steps.engines())
 def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
     with steps.load(request.param).LLM(num_kvcache_blocks=200, dtype="float32") as llm:
         yield llm

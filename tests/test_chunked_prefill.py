@@ -24,7 +24,7 @@ from tests.fakes import (
 )
 from tests.reference import Reference
 
-STAGES = [name for name in steps.names() if cuts_prompts(steps.load(name))]
+STAGES = [name for name in steps.engines() if cuts_prompts(steps.load(name))]
 CHUNKED = "01_chunked_prefill"
 
 

@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 LARGEST = 2**31 - 1
 
 
-@pytest.mark.parametrize("stage", steps.names())
+@pytest.mark.parametrize("stage", steps.engines())
 def test_the_largest_numbers_are_only_numbers(stage: str) -> None:
     engine = fake_engine(stage, num_blocks=8)
     huge = SamplingParams(
@@ -59,7 +59,7 @@ def test_what_does_not_fit_into_memory_is_refused_by_name(
         module.Engine(module.Config(device="cpu", **options))
 
 
-@pytest.mark.parametrize("stage", steps.names())
+@pytest.mark.parametrize("stage", steps.engines())
 @pytest.mark.parametrize(
     "request_id, prompt, params, named",
     [
@@ -83,7 +83,7 @@ def test_wrong_kinds_are_refused_by_name(
     assert not engine.has_unfinished_requests()
 
 
-@pytest.mark.parametrize("stage", steps.names())
+@pytest.mark.parametrize("stage", steps.engines())
 def test_a_closed_engine_says_so(stage: str) -> None:
     engine = fake_engine(stage)
     engine.add_request("a", [1, 2], GREEDY)
@@ -97,7 +97,7 @@ def test_a_closed_engine_says_so(stage: str) -> None:
     engine.abort_request("a")
 
 
-@pytest.mark.parametrize("stage", steps.names())
+@pytest.mark.parametrize("stage", steps.engines())
 def test_a_full_disk_ends_the_trace_and_nothing_else(stage: str) -> None:
     engine = fake_engine(stage, trace="/dev/full")
     engine.add_request("a", [1, 2], GREEDY)
@@ -111,7 +111,7 @@ def test_a_trace_that_cannot_be_opened_is_refused_by_name(path: str) -> None:
         fake_engine("00_baseline", trace=path)
 
 
-@pytest.mark.parametrize("stage", steps.names())
+@pytest.mark.parametrize("stage", steps.engines())
 def test_a_trace_accounts_for_every_token_and_block(stage: str, tmp_path: Any) -> None:
     file = tmp_path / "steps.jsonl"
     engine = fake_engine(stage, num_blocks=12, trace=str(file))

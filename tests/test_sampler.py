@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from shared.engine.batch import SampleRows
 from shared.engine.sampler import SampledBatch, Sampler
-from shared.kernels.sampling import gumbel_reference, hash_reference, sequence_seed
+from shared.engine.seeds import sequence_seed
+from shared.kernels.sampling import gumbel_reference, hash_reference
 from shared.sampling_params import SamplingParams
 
 VOCAB = 40

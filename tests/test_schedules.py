@@ -71,7 +71,7 @@ OPTIONS: dict[str, st.SearchStrategy[object]] = {
 }
 
 
-@pytest.mark.parametrize("stage", steps.names())
+@pytest.mark.parametrize("stage", steps.engines())
 @given(data=st.data(), caching=st.booleans())
 def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
     module = steps.load(stage)
@@ -152,7 +152,7 @@ def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", steps.names())
+@pytest.mark.parametrize("stage", steps.engines())
 def test_a_failing_step_ends_its_requests_and_no_others(stage: str) -> None:
     module = steps.load(stage)
     limits = Limits(VOCABULARY, 2, 40, 40, 2, 40)
@@ -188,7 +188,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(stage: str) -> None:
     assert engine.block_manager.num_free_blocks == limits.num_blocks
 
 
-@pytest.mark.parametrize("stage", steps.names())
+@pytest.mark.parametrize("stage", steps.engines())
 def test_completions_of_one_request_share_their_prompt(stage: str) -> None:
     """The prompt of n completions is computed once, and n times the last token; all completions
     but the first start together."""

@@ -380,3 +380,9 @@ def test_templates_run_in_a_sandbox(tmp_path: Path, template: str) -> None:
     with pytest.raises(ValueError, match="the chat template rejects"):
         Tokenizer.from_directory(tmp_path).apply_chat_template(messages)
     assert len(messages) == 1
+
+
+@given(st.text())
+def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+    assert tokenizer.token_bytes(10**9) == b""

@@ -6,12 +6,18 @@ python -m tools.write_result_tables --check    # exit status 1 if it is out of d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from bench.decode_profile import ProfileReport
 from bench.kernels import KernelReport
+from bench.online import report
+from bench.online.row import read_online
 from bench.result import read_results
+from bench.small_batch import Report as SmallBatchReport
 from bench.tables import markdown
 from tools import generated_page
 
@@ -43,17 +49,82 @@ def kernels(report: KernelReport) -> str:
     return "\n".join([*lines, "", f"Median of one call. Commit {commit}; {versions}."])
 
 
+def decode_profile(report: ProfileReport) -> str:
+    where = ", ".join(gpu.name for gpu in report.hardware.gpus) or report.hardware.cpu
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    rows = [f"{step.rows} x {step.context:.0f} tokens" for step in report.steps]
+    title = (
+        f"**A decode step of {report.config['model']}, {report.config['dtype']}, {where}, "
+        f"microseconds (floor: bytes at {report.copy_gb_per_second:,.0f} GB/s)**"
+    )
+    lines = [
+        title,
+        "",
+        f"| part | {' | '.join(rows)} |",
+        f"|---|{'---:|' * len(rows)}",
+    ]
+    for parts in zip(*(step.parts for step in report.steps), strict=True):
+        cells = [f"{part.microseconds:,.0f} ({part.floor:,.0f})" for part in parts]
+        launches = "/".join(dict.fromkeys(f"{part.launches:.0f}" for part in parts))
+        lines.append(f"| {parts[0].part}, {launches} launches | {' | '.join(cells)} |")
+    busy = [f"{step.busy:,.0f}" for step in report.steps]
+    rest = [f"{step.step - step.busy:,.0f}" for step in report.steps]
+    whole = [
+        f"{step.step:,.0f} ({sum(part.floor for part in step.parts):,.0f})" for step in report.steps
+    ]
+    lines += [
+        f"| the GPU is busy | {' | '.join(busy)} |",
+        f"| gaps and host | {' | '.join(rest)} |",
+        f"| the step | {' | '.join(whole)} |",
+    ]
+    commit = f"{(report.commit or 'unknown')[:10]}{'+changes' if report.dirty else ''}"
+    return "\n".join([*lines, "", f"Floor in brackets. Commit {commit}; {versions}."])
+
+
+def small_batch(report: SmallBatchReport) -> str:
+    where = ", ".join(gpu.name for gpu in report.hardware.gpus) or report.hardware.cpu
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    title = (
+        f"**Linear layers of few rows, bfloat16; {where}; floor: the weights' bytes at "
+        f"{report.copy_gb_per_second:,.0f} GB/s**"
+    )
+    lines = [
+        title,
+        "",
+        "| model | operation | rows | floor, µs | library | kernel | taken |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for row in report.rows:
+        lines.append(
+            f"| {row.model} | {row.operation} | {row.rows} | {row.floor_us:,.1f} | "
+            f"{row.library_us:,.1f} | {row.kernel_us:,.1f} | {row.route} |"
+        )
+    commit = f"{(report.commit or 'unknown')[:10]}{'+changes' if report.dirty else ''}"
+    return "\n".join([*lines, "", f"Norm and activation included. Commit {commit}; {versions}."])
+
+
+def _decoded(kind: type[Any], table: Callable[[Any], str]) -> Callable[[Path], str]:
+    return lambda path: table(msgspec.json.decode(path.read_bytes(), type=kind))
+
+
+# How a file's name begins -> the tables made of the file. Others hold rows of offline workloads.
+TABLES: dict[str, Callable[[Path], str]] = {
+    "kernels": _decoded(KernelReport, kernels),
+    "decode_profile": _decoded(ProfileReport, decode_profile),
+    "small_batch": _decoded(SmallBatchReport, small_batch),
+    "online": lambda path: report.markdown(read_online(path)),
+    "": lambda path: markdown(read_results(path)),
+}
+
+
 def section(path: Path) -> str:
-    """A file's tables. Raises ValueError for a file that holds neither kind of result."""
+    """A file's tables. Raises ValueError for a file that does not hold what its name says."""
     name = path.relative_to(ROOT)
-    if path.name.startswith("kernels"):
-        try:
-            tables = kernels(msgspec.json.decode(path.read_bytes(), type=KernelReport))
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{name} holds no kernel measurements: {error}") from error
-    else:
-        tables = markdown(read_results(path)).strip()
-    return f"## `{name}`\n\n{tables}"
+    make = next(make for begin, make in TABLES.items() if path.name.startswith(begin))
+    try:
+        return f"## `{name}`\n\n{make(path).strip()}"
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{name} does not hold what its name says: {error}") from error
 
 
 def rewritten(text: str) -> str:

@@ -125,16 +125,17 @@ def build_batch(schedule: Schedule, table: SlotTable) -> Batch:
     and a row that reaches its last known token counts one more, whose value comes later."""
     num_rows = len(schedule.sequences)
     slots = np.fromiter((s.slot for s in schedule.sequences), np.int32, num_rows)
-    new = np.array(schedule.num_new_tokens, np.int32)
     starts = table.num_computed_tokens[slots]
-    seq_lens = starts + new
-    cu_seqlens_q = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(new, out=cu_seqlens_q[1:])
-    num_tokens = int(cu_seqlens_q[-1])
-
-    row = np.repeat(np.arange(num_rows, dtype=np.int32), new)
-    positions = np.arange(num_tokens, dtype=np.int32) - (cu_seqlens_q[:-1] - starts)[row]
-    token_slots = slots[row]
+    if schedule.num_decode_rows == num_rows:  # most steps: a token is a row
+        cu_seqlens_q = np.arange(num_rows + 1, dtype=np.int32)
+        token_slots, positions, seq_lens = slots, starts, starts + np.int32(1)
+    else:
+        new = np.array(schedule.num_new_tokens, np.int32)
+        cu_seqlens_q = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(new, out=cu_seqlens_q[1:])
+        row = np.repeat(np.arange(num_rows, dtype=np.int32), new)
+        positions = np.arange(len(row), dtype=np.int32) - (cu_seqlens_q[:-1] - starts)[row]
+        token_slots, seq_lens = slots[row], starts + new
     input_ids = table.token_ids[token_slots, positions]
     # A decoding slot's last token may still be in flight: the device has it, the host not yet.
     decoding = table.decoding[slots]

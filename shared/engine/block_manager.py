@@ -56,6 +56,11 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         return len(self._free)
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found by their content, held by a sequence or not."""
+        return len(self._keys)
+
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks that already hold the KV of the first tokens of a waiting sequence.
 

@@ -263,15 +263,18 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        for lengths in (longest[: self.max_num_sequences], [1], [16], [128]):
+        for lengths in (longest[: self.max_num_sequences], [1], [8], [16], [128]):
             lengths = [min(n, longest[0]) for n in lengths]
             hidden = self._trunk_of_zeros(lengths, num_decode_rows=0)
             logits = self.model.compute_logits(hidden[: max(self.max_num_sequences, _SCORED_ROWS)])
             self.sampler.score(logits, logits.argmax(-1), num_top=1)
             self.sampler.warm_up(logits[: self.max_num_sequences])
             del hidden, logits
-        for rows in {1, min(2, self.max_num_sequences), self.max_num_sequences}:
+        for rows in (1, 2, 16, self.max_num_sequences):
+            rows = min(rows, self.max_num_sequences)
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
+        if self.max_num_sequences > 1 and most_tokens > 2:
+            self._trunk_of_zeros([1, 2], num_decode_rows=1)  # decodes beside chunks
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()

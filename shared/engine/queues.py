@@ -20,6 +20,10 @@ class Queues:
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
+        # Counted since the engine started; what a preempted sequence looks up counts again.
+        self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
         self._unfinished: dict[str, dict[int, Sequence]] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -50,6 +54,8 @@ class Queues:
         self.table.acquire(sequence)
         self.waiting.popleft()
         self.block_manager.hold_prefix(sequence, prefix)
+        self.num_queried_tokens += sequence.num_tokens
+        self.num_hit_tokens += sequence.num_computed_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         self.running.append(sequence)
@@ -58,6 +64,7 @@ class Queues:
     def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the waiting queue; what was computed is computed again (vLLM's
         "recompute" preemption). Generated tokens stay: the recomputation is a longer prompt."""
+        self.num_preemptions += 1
         self.running.remove(sequence)
         self._let_go(sequence)
         self.waiting.appendleft(sequence)

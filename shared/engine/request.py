@@ -6,9 +6,9 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from shared.engine.seeds import sequence_seed
 from shared.engine.sequence import Sequence
 from shared.engine.slots import Limits
-from shared.kernels.sampling import sequence_seed
 from shared.sampling_params import SamplingParams
 
 
@@ -41,14 +41,23 @@ def check_token_ids(token_ids: SequenceOf[int] | np.ndarray, vocab_size: int) ->
     return token_ids.astype(np.int32)
 
 
-def check_lengths(num_prompt_tokens: int, params: SamplingParams, limits: Limits) -> None:
-    """Raises ValueError if the prompt leaves no room for a first token."""
+def check_lengths(
+    num_prompt_tokens: int, params: SamplingParams, limits: Limits, cuts_prompts: bool
+) -> None:
+    """Raises ValueError if the prompt leaves no room for a first token, or fits no step of an
+    engine that cannot cut it."""
     room = limits.max_model_length - min(1, params.max_tokens)
     if num_prompt_tokens > room:
         raise ValueError(
             f"prompt_token_ids has {num_prompt_tokens} tokens; at most {room} fit "
             f"(max_model_length={limits.max_model_length}, KV pool of "
             f"{limits.num_blocks * limits.block_size} tokens)"
+        )
+    if not cuts_prompts and num_prompt_tokens > limits.max_num_batched_tokens:
+        raise ValueError(
+            f"prompt_token_ids has {num_prompt_tokens} tokens: more than "
+            f"max_num_batched_tokens={limits.max_num_batched_tokens}, and this stage "
+            f"computes a prompt in one step"
         )
 
 
@@ -65,14 +74,23 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
+def check_request_id(request_id: str) -> None:
+    """Raises ValueError for what cannot be printed in a log."""
+    if not isinstance(request_id, str) or not request_id.isprintable():
+        raise ValueError(f"request_id must be a printable string, got {request_id!r}")
+
+
 def check_request(
-    prompt_token_ids: SequenceOf[int] | np.ndarray, params: SamplingParams, limits: Limits
+    prompt_token_ids: SequenceOf[int] | np.ndarray,
+    params: SamplingParams,
+    limits: Limits,
+    cuts_prompts: bool = True,
 ) -> np.ndarray:
     """The prompt as [n] int32. Raises ValueError naming whatever could never run."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
     tokens = check_token_ids(prompt_token_ids, limits.vocab_size)
-    check_lengths(len(tokens), params, limits)
+    check_lengths(len(tokens), params, limits, cuts_prompts)
     check_vocabulary(params, limits.vocab_size)
     return tokens
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from shared.engine.block_manager import BlockManager
 from shared.engine.queues import Queues
-from shared.engine.request import check_request, make_sequences
+from shared.engine.request import check_request, check_request_id, make_sequences
 from shared.engine.result import Runner
 from shared.engine.slots import Limits
-from shared.engine.trace import TraceWriter
+from shared.engine.stats import EngineStats
+from shared.engine.trace import StepRecord, StepRecorder
 from shared.sampling_params import SamplingParams
 
 
@@ -20,9 +22,13 @@ class RequestSide:
     limits: Limits
     queues: Queues
     runner: Runner
-    trace: TraceWriter | None
+    block_manager: BlockManager
+    recorder: StepRecorder
     eos_token_ids: tuple[int, ...]
     seeds: np.random.Generator
+    cuts_prompts: bool
+    """Can it compute a prompt in several steps? If not, a prompt must fit the budget of one."""
+
     closed = False
 
     def add_request(
@@ -33,8 +39,7 @@ class RequestSide:
     ) -> None:
         """Queue a request. Raises ValueError, with nothing enqueued, if it can never run, and
         RuntimeError after `close`."""
-        if not isinstance(request_id, str) or not request_id.isprintable():
-            raise ValueError(f"request_id must be a printable string, got {request_id!r}")
+        check_request_id(request_id)
         if request_id in self.queues:
             raise ValueError(f"request_id {request_id!r} is already running")
         tokens = self.check_request(prompt_token_ids, params)
@@ -48,7 +53,7 @@ class RequestSide:
     ) -> np.ndarray:
         """The prompt as an array. Raises what `add_request` would raise; enqueues nothing."""
         self.check_open()
-        return check_request(prompt_token_ids, params, self.limits)
+        return check_request(prompt_token_ids, params, self.limits, self.cuts_prompts)
 
     def abort_request(self, request_id: str) -> None:
         """Drop a request; nothing more comes out of it. Idempotent."""
@@ -73,6 +78,30 @@ class RequestSide:
         """Effective settings, for the banner and for benchmark results."""
         return self.runner.describe()
 
+    def stats(self) -> EngineStats:
+        """Where things stand between two steps."""
+        queues, manager = self.queues, self.block_manager
+        return EngineStats(
+            running=len(queues.running),
+            waiting=len(queues.waiting),
+            num_blocks=manager.num_blocks,
+            block_size=manager.block_size,
+            free_blocks=manager.num_free_blocks,
+            cached_blocks=manager.num_cached_blocks,
+            preemptions=queues.num_preemptions,
+            prefix_queried_tokens=queues.num_queried_tokens,
+            prefix_hit_tokens=queues.num_hit_tokens,
+            counters=self.recorder.counters,
+        )
+
+    def listen(self, on: bool) -> None:
+        """Keep a record of every step for `take_step_records`, from the next step on."""
+        self.recorder.listen(on)
+
+    def take_step_records(self) -> list[StepRecord]:
+        """What has been recorded since the last look; only the newest if that is long ago."""
+        return self.recorder.take()
+
     def check_open(self) -> None:
         if self.closed:
             raise RuntimeError("the engine is closed")
@@ -84,5 +113,4 @@ class RequestSide:
         self.closed = True
         self.queues.clear()
         self.runner.close()
-        if self.trace is not None:
-            self.trace.close()
+        self.recorder.close()

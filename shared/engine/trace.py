@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from shared.engine.batch import Batch, Schedule
 from shared.engine.block_manager import BlockEvent, BlockManager
 from shared.engine.queues import Queues
+from shared.engine.stats import StepCounters
 
 logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 1
+
+# Steps a listener may be behind; older records are dropped.
+MAX_UNREAD = 256
 
 
 class StepRecord(msgspec.Struct, kw_only=True):
@@ -62,21 +66,36 @@ class StepClock:
         return [round((b - a) * 1e3, 4) for a, b in pairwise(times)]
 
 
-class TraceWriter:
-    """Appends StepRecords to a file."""
+class StepRecorder:
+    """Counts every step, and describes it while a trace file or a listener wants to know."""
 
-    def __init__(self, path: str) -> None:
-        """Raises ValueError naming the option if the file cannot be written."""
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "wb")  # noqa: SIM115 (close() closes it)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"trace={path!r} cannot be written: {error}") from error
+    def __init__(self, path: str | None) -> None:
+        """`path`: the trace file. Raises ValueError naming the option if it cannot be written."""
+        self.counters = StepCounters()
+        self._file = None if path is None else _open(path)
+        self._unread: deque[StepRecord] | None = None
         self._encoder = msgspec.json.Encoder()
         self._start = time.perf_counter()
         self._step = 0
 
-    def write(
+    @property
+    def is_recording(self) -> bool:
+        return self._file is not None or self._unread is not None
+
+    def listen(self, on: bool) -> None:
+        """Keep records for `take`: the newest MAX_UNREAD at most."""
+        if on != (self._unread is not None):
+            self._unread = deque(maxlen=MAX_UNREAD) if on else None
+
+    def take(self) -> list[StepRecord]:
+        """What has been recorded since the last look, for the listener."""
+        if not self._unread:
+            return []
+        records = list(self._unread)
+        self._unread.clear()
+        return records
+
+    def step(
         self,
         schedule: Schedule,
         batch: Batch,
@@ -85,8 +104,49 @@ class TraceWriter:
         queues: Queues,
         manager: BlockManager,
     ) -> None:
-        """Call after the commit, so that blocks freed by finished sequences belong to this step.
-        A file that can no longer be written ends the trace, not the step."""
+        """Call after the commit, so that blocks freed by finished sequences belong to this step."""
+        self._count(batch, clock, used_graph)
+        if not self.is_recording:
+            manager.events = None
+        else:
+            record = self._record(schedule, batch, clock, used_graph, queues, manager)
+            if self._file is not None:
+                self._write(self._file, record)
+            if self._unread is not None:
+                self._unread.append(record)
+        self._step += 1
+
+    def failed_step(self) -> None:
+        self.counters.failed_steps += 1
+
+    def _count(self, batch: Batch, clock: StepClock, used_graph: bool) -> None:
+        counters, num_decodes = self.counters, int(batch.decoding.sum())
+        if num_decodes == batch.num_rows:
+            counters.decode_steps += 1
+        elif num_decodes:
+            counters.mixed_steps += 1
+        else:
+            counters.prefill_steps += 1
+        if used_graph:
+            counters.graph_steps += 1
+        else:
+            counters.eager_steps += 1
+        counters.prefill_tokens += batch.num_tokens - num_decodes
+        counters.generation_tokens += len(batch.samples.rows)
+        scheduled, submitted, waited = clock.laps
+        counters.schedule_seconds += scheduled - clock.started
+        counters.forward_seconds += submitted - scheduled
+        counters.wait_seconds += waited - submitted
+
+    def _record(
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        clock: StepClock,
+        used_graph: bool,
+        queues: Queues,
+        manager: BlockManager,
+    ) -> StepRecord:
         rows = zip(schedule.sequences, batch.decoding.tolist(), batch.starts.tolist(), strict=True)
         decodes: list[str] = []
         prefills: list[tuple[str, int, int]] = []
@@ -98,7 +158,7 @@ class TraceWriter:
         events, manager.events = manager.events or [], []
         hits = Counter(name for _, event, name in events if event == "hit")
         schedule_ms, forward_ms, wait_ms = clock.milliseconds()
-        record = StepRecord(
+        return StepRecord(
             step=self._step,
             time=round(clock.started - self._start, 6),
             decodes=decodes,
@@ -114,17 +174,30 @@ class TraceWriter:
             wait_ms=wait_ms,
             graph=used_graph,
         )
-        self._step += 1
+
+    def _write(self, file: BinaryIO, record: StepRecord) -> None:
+        """A file that can no longer be written ends the trace, not the step."""
         try:
-            self._file.write(self._encoder.encode(record) + b"\n")
-            self._file.flush()
+            file.write(self._encoder.encode(record) + b"\n")
+            file.flush()
         except OSError as error:
             logger.warning("the trace ends at step %d: %s", self._step, error)
-            self._file = open(os.devnull, "wb")  # noqa: SIM115
+            self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is lost was warned of
-            self._file.close()
+        """Close the trace file. Idempotent."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):  # what is lost was warned of
+                file.close()
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "wb")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"trace={path!r} cannot be written: {error}") from error
 
 
 def read_trace(path: str | Path) -> list[StepRecord]:

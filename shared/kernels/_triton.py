@@ -44,5 +44,20 @@ def runs_on_triton(x: torch.Tensor) -> bool:
     return x.is_cuda and triton is not None
 
 
+def overlaps(x: torch.Tensor) -> bool:
+    """Whether kernels on x's device overlap (programmatic dependent launch: Hopper and later).
+
+    A kernel launched with `launch_pdl=True` may start as soon as every program of the kernel
+    before it has called `gdc_launch_dependents` or ended. It reads weights and tables, which no
+    kernel near it writes, and then calls `gdc_wait`, which returns when the kernel before has
+    ended and its writes can be seen. The rules that keep a chain of such kernels in order:
+
+    - inputs are read, and anything at all is written, only after `gdc_wait`;
+    - in every kernel some program waits, whatever the batch: that a kernel has ended then means
+      that all before it have. Kernels launched without the option always wait.
+    """
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()

@@ -16,18 +16,20 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
+from shared.kernels._triton import jit, next_power_of_2, overlaps, runs_on_triton, tl
 
 # Rows are gathered in groups so that the copies of their pages stay in the CPU's caches.
 _GATHERED_TOKENS = 16384
 
 # Splits whose partial results the last program reads at once.
-_COMBINE_STEP = 8
+COMBINE_STEP = 8
 # The programs of a sequence combine their results one after the other.
 _MAX_SPLITS = 32
-# Programs per multiprocessor to aim for: three or four run at once, and about as many again even
-# out rows of different lengths.
-_PROGRAMS_PER_SM = 8
+# Programs per multiprocessor to aim for: four run at once.
+_PROGRAMS_PER_SM = 4
+# Pairs of row and KV head per multiprocessor from which on programs come in many waves: rows of
+# different lengths then even out by themselves, and a program may be larger.
+_MANY_PAIRS_PER_SM = 8
 
 
 def paged_decode_attention_reference(
@@ -92,8 +94,8 @@ class DecodeWorkspace:
         group = num_heads // num_kv_heads
         if num_sms is None:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        # choose_splits() is a ceiling: at most the programs aimed for, plus one per row and head.
-        programs = (_PROGRAMS_PER_SM * num_sms) + max_rows * num_kv_heads
+        # As choose_splits() has it: the programs aimed for, or two for every row and head.
+        programs = max(_PROGRAMS_PER_SM * num_sms, 2 * max_rows * num_kv_heads)
         return cls(
             torch.empty((programs, group, head_dim), dtype=torch.float32, device=device),
             torch.empty((programs, group), dtype=torch.float32, device=device),
@@ -101,18 +103,39 @@ class DecodeWorkspace:
             num_sms,
         )
 
+    def check(self, num_rows: int, num_kv_heads: int) -> None:
+        if num_rows * num_kv_heads > self.arrivals.shape[0]:
+            raise ValueError(
+                f"{num_rows} rows of {num_kv_heads} KV heads exceed the workspace's "
+                f"{self.arrivals.shape[0]} row and head pairs"
+            )
+
 
 def choose_splits(
-    num_rows: int, num_kv_heads: int, max_length: int, num_sms: int
+    num_rows: int,
+    num_kv_heads: int,
+    max_length: int,
+    num_sms: int,
+    programs_per_sm: int = _PROGRAMS_PER_SM,
 ) -> tuple[int, int]:
     """(programs per row and KV head, fewest keys a program gets), from sizes alone, so that a
     captured graph fits every batch."""
     pairs = num_rows * num_kv_heads
-    # A few short sequences: the shorter the program, the sooner it is done. From about 8 rows on
-    # short programs would not all run at once, and starting one costs as much as reading 128 keys.
-    min_split = 128 if 4 * pairs <= num_sms else 256
-    splits = min(-(-_PROGRAMS_PER_SM * num_sms // pairs), _MAX_SPLITS, -(-max_length // min_split))
-    return max(1, splits), min_split
+    if pairs > _MANY_PAIRS_PER_SM * num_sms:
+        return 1, 1
+    # A few sequences: the shorter the program, the sooner it is done. With more, all of the GPU is
+    # busy anyway and a split costs a second trip of its result through memory: then only rows that
+    # would keep everybody waiting are cut in two.
+    if 4 * pairs <= num_sms:
+        min_split = 64
+    elif 2 * pairs <= num_sms:
+        min_split = 128
+    elif pairs <= 2 * num_sms:
+        min_split = 256
+    else:
+        min_split = 1024
+    wanted = max(2, programs_per_sm * num_sms // pairs)
+    return max(1, min(wanted, _MAX_SPLITS, -(-max_length // min_split))), min_split
 
 
 def paged_decode_attention(
@@ -132,6 +155,9 @@ def paged_decode_attention(
     block_tables [S, max_blocks] int32, one row per slot; slots [R] int32: the table row of each
     sequence; seq_lens [R] int32: keys of each row, the token being decoded included. A padding row
     has length 0 and comes back as zeros. Without a workspace each call allocates and clears one.
+
+    The tables, slots and lengths are read while the kernel before may still run: it must not be
+    the one that writes them.
     """
     if runs_on_triton(q):
         return paged_decode_attention_triton(
@@ -198,6 +224,49 @@ def _combine(
     tl.store(out_ptr + columns, total / total_sum, mask=heads < GROUP)
 
 
+@jit()
+def combine_splits(
+    result,
+    lse,
+    partial_out_ptr,
+    partial_lse_ptr,
+    arrivals_ptr,
+    head_ptr,
+    pair,
+    split,
+    num_splits,
+    num_partials,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    COMBINE_STEP: tl.constexpr,
+) -> None:
+    """Leave one split's result; the program that comes last for its row and KV head combines."""
+    m = tl.arange(0, BLOCK_M)
+    offsets = m[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    first = pair.to(tl.int64) * num_splits
+    partial = (first + split) * GROUP
+    tl.store(partial_out_ptr + partial * HEAD_DIM + offsets, result, mask=(m < GROUP)[:, None])
+    tl.store(partial_lse_ptr + partial + m, lse, mask=m < GROUP)
+    # Every thread's stores come before the count, and the count before the last one's loads.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr + pair, 1, sem="acq_rel", scope="gpu")
+    if arrived == num_partials - 1:
+        tl.debug_barrier()
+        _combine(
+            partial_out_ptr + first * (GROUP * HEAD_DIM),
+            partial_lse_ptr + first * GROUP,
+            head_ptr,
+            num_partials,
+            GROUP,
+            GROUP_BLOCK,
+            HEAD_DIM,
+            COMBINE_STEP,
+        )
+        tl.store(arrivals_ptr + pair, 0)
+
+
 @jit(
     integers=("table_stride", "num_splits", "min_split"),
     metadata=("block_tables_ptr", "slots_ptr", "seq_lens_ptr"),
@@ -225,11 +294,15 @@ def _paged_decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     COMBINE_STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
-    # The heads of a token lie next to each other in the pool: neighbouring programs read it.
+    # The heads of a token lie next to each other in the pool: neighbouring programs read it. The
+    # last splits of every row start last, because most rows do not have that many.
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    row = tl.program_id(2)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     seq_len = tl.load(seq_lens_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
@@ -240,6 +313,8 @@ def _paged_decode_attention_kernel(
     out_offsets = m[:, None] * HEAD_DIM + d[None, :]
     if seq_len <= 0:
         if split == 0:
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
             zeros = tl.zeros([BLOCK_M, HEAD_DIM], dtype=out_ptr.dtype.element_ty)
             tl.store(head_ptr + out_offsets, zeros, mask=used)
         return
@@ -250,15 +325,17 @@ def _paged_decode_attention_kernel(
         return
     end = tl.minimum(begin + split_len, seq_len)
 
-    q = tl.load(q_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM) + out_offsets, mask=used, other=0.0)
     table_ptr = block_tables_ptr + slot * table_stride
+    readable = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+    pages = tl.load(table_ptr + readable // PAGE_SIZE)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    q = tl.load(q_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM) + out_offsets, mask=used, other=0.0)
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM + d[None, :]
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM + d[None, :]
     accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    readable = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
-    pages = tl.load(table_ptr + readable // PAGE_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         # Keys past the end are read from the last valid one and masked as scores: every address
@@ -285,38 +362,36 @@ def _paged_decode_attention_kernel(
     if num_partials == 1:
         tl.store(head_ptr + out_offsets, result, mask=used)
     else:
-        first = pair.to(tl.int64) * num_splits
-        partial = (first + split) * GROUP
-        tl.store(partial_out_ptr + partial * HEAD_DIM + out_offsets, result, mask=used)
-        lse = row_max + tl.log2(row_sum)
-        tl.store(partial_lse_ptr + partial + m, lse, mask=m < GROUP)
-        # Every thread's stores come before the count, and the count before the last one's loads.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + pair, 1, sem="acq_rel", scope="gpu")
-        if arrived == num_partials - 1:
-            tl.debug_barrier()
-            _combine(
-                partial_out_ptr + first * (GROUP * HEAD_DIM),
-                partial_lse_ptr + first * GROUP,
-                head_ptr,
-                num_partials,
-                GROUP,
-                GROUP_BLOCK,
-                HEAD_DIM,
-                COMBINE_STEP,
-            )
-            tl.store(arrivals_ptr + pair, 0)
+        combine_splits(
+            result,
+            row_max + tl.log2(row_sum),
+            partial_out_ptr,
+            partial_lse_ptr,
+            arrivals_ptr,
+            head_ptr,
+            pair,
+            split,
+            num_splits,
+            num_partials,
+            GROUP,
+            HEAD_DIM,
+            BLOCK_M,
+            GROUP_BLOCK,
+            COMBINE_STEP,
+        )
 
 
-def choose_tile(head_dim: int, element_size: int) -> DecodeTile:
-    """64 KiB or so on their way per program: the memory system wants about that per
-    multiprocessor, and two or three programs fit."""
+def choose_tile(head_dim: int, element_size: int, pairs_per_sm: float) -> DecodeTile:
+    """Two stages: 32 KiB on their way per program, and four programs fit on a multiprocessor, so
+    that 64 rows of 8 KV heads all run at once (512 tokens each, H200: 45 us, with three stages
+    50). Three stages: more per program, better over many waves (256 rows of 800: 201 us, 208)."""
+    stages = 3 if pairs_per_sm > _MANY_PAIRS_PER_SM else 2
     if element_size == 4:
         # Plain multiply-adds instead of matrix units: larger tiles spill registers.
         return DecodeTile(16, 4 if head_dim <= 128 else 8, 2)
     if head_dim <= 128:
-        return DecodeTile(64, 4, 3)
-    return DecodeTile(32, 4, 3)
+        return DecodeTile(64, 4, stages)
+    return DecodeTile(32, 4, stages)
 
 
 def paged_decode_attention_triton(
@@ -339,16 +414,14 @@ def paged_decode_attention_triton(
     group = num_heads // num_kv_heads
     if workspace is None:
         workspace = DecodeWorkspace.allocate(num_rows, num_heads, num_kv_heads, head_dim, q.device)
-    elif num_rows * num_kv_heads > workspace.arrivals.shape[0]:
-        raise ValueError(
-            f"{num_rows} rows of {num_kv_heads} KV heads exceed the workspace's "
-            f"{workspace.arrivals.shape[0]} row and head pairs"
-        )
-    tile = tile or choose_tile(head_dim, q.element_size())
+    workspace.check(num_rows, num_kv_heads)
+    pairs_per_sm = num_rows * num_kv_heads / workspace.num_sms
+    tile = tile or choose_tile(head_dim, q.element_size(), pairs_per_sm)
     max_length = block_tables.shape[1] * page_size
     splits, min_split = choose_splits(num_rows, num_kv_heads, max_length, workspace.num_sms)
     group_block = next_power_of_2(group)
-    _paged_decode_attention_kernel[(num_kv_heads, splits, num_rows)](
+    overlap = overlaps(q)
+    _paged_decode_attention_kernel[(num_kv_heads, num_rows, splits)](
         q,
         k_cache,
         v_cache,
@@ -370,9 +443,11 @@ def paged_decode_attention_triton(
         max(16, group_block),
         tile.block_n,
         group_block,
-        _COMBINE_STEP,
+        COMBINE_STEP,
+        overlap,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=overlap,
         enable_fp_fusion=True,
     )
     return out

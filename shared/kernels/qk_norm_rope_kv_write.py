@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
+from shared.kernels._triton import jit, next_power_of_2, overlaps, runs_on_triton, tl
 from shared.kernels.rms_norm import rms_norm_reference
 
 
@@ -110,6 +110,7 @@ def _qk_norm_rope_kv_write_kernel(
     HEAD_DIM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     KV_HEADS_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     # Two programs per token, one for its queries, one for its keys and values: a decode step has
     # few tokens, and what counts then is the length of the longest program.
@@ -119,7 +120,11 @@ def _qk_norm_rope_kv_write_kernel(
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + half)[None, :]
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + half)[None, :]
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     token_ptr = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     if tl.program_id(1) == 0:
         heads = tl.arange(0, HEADS_BLOCK)[:, None]
@@ -132,7 +137,6 @@ def _qk_norm_rope_kv_write_kernel(
         tl.store(q_ptr, first, mask=inside)
         tl.store(q_ptr + HALF, second, mask=inside)
     else:
-        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         kv_heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
         kv_inside = kv_heads < tl.where(slot >= 0, NUM_KV_HEADS, 0)
         kv_offsets = kv_heads * HEAD_DIM + half[None, :]
@@ -169,6 +173,7 @@ def qk_norm_rope_kv_write_triton(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     heads_block = next_power_of_2(num_heads)
+    overlap = overlaps(qkv)
     _qk_norm_rope_kv_write_kernel[(num_tokens, 2)](
         qkv,
         q_weight,
@@ -185,8 +190,10 @@ def qk_norm_rope_kv_write_triton(
         head_dim,
         heads_block,
         next_power_of_2(num_kv_heads),
+        overlap,
         # A tile of all query heads lives in registers: at most 32 values a thread.
         num_warps=min(16, max(1, heads_block * head_dim // 1024)),
+        launch_pdl=overlap,
         enable_fp_fusion=True,
     )
     return q

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
+from shared.kernels._triton import jit, next_power_of_2, overlaps, runs_on_triton, tl
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -56,17 +56,21 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
     if ADD:
         # The sum is rounded to the storage type before the statistics, as it is when the two
         # operations run apart: the stream and its norm agree on the same numbers.
         x += tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
         tl.store(residual_ptr + row + columns, x, mask=inside)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
     # Rounded before the weight is applied, like the reference.
@@ -85,6 +89,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     out = torch.empty_like(x)
     hidden = x.shape[-1]
     block = next_power_of_2(hidden)
+    overlap = overlaps(x)
     _rms_norm_kernel[(x.numel() // hidden,)](
         x,
         x,
@@ -94,7 +99,9 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
         hidden,
         block,
         False,
+        overlap,
         num_warps=_num_warps(block),
+        launch_pdl=overlap,
         enable_fp_fusion=True,
     )
     return out
@@ -108,6 +115,7 @@ def add_rms_norm_triton(
         raise ValueError("add_rms_norm works in place: x and residual must be contiguous")
     hidden = x.shape[-1]
     block = next_power_of_2(hidden)
+    overlap = overlaps(x)
     _rms_norm_kernel[(x.numel() // hidden,)](
         x,
         residual,
@@ -117,7 +125,9 @@ def add_rms_norm_triton(
         hidden,
         block,
         True,
+        overlap,
         num_warps=_num_warps(block),
+        launch_pdl=overlap,
         enable_fp_fusion=True,
     )
     return x, residual

@@ -18,8 +18,6 @@ import torch
 
 from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN64 = 0x9E3779B97F4A7C15
 # Odd multipliers and shifts of "lowbias32" (C. Wellons, hash-prospector), found by search.
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B
@@ -38,23 +36,6 @@ _NUM_WARPS = 4
 # programs of 4 warps on each; a single row of 151936 tokens makes 149 programs of one block.
 _TARGET_PROGRAMS = 2048
 _MAX_SPLITS = 256
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` (0..n-1) of a request with `seed`: a signed 64-bit integer.
-
-    splitmix64 (Steele et al., OOPSLA 2014) over both, so that neither seeds that differ in one bit
-    nor the n samples of one request have anything in common.
-    """
-    mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ (index & _MASK64))
-    return mixed - (1 << 64) if mixed >> 63 else mixed
-
-
-def _splitmix64(x: int) -> int:
-    x = (x + _GOLDEN64) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
 
 
 def _signed(constant: int) -> int:

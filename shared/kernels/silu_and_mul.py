@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
+from shared.kernels._triton import jit, next_power_of_2, overlaps, runs_on_triton, tl
 
 # 8 elements a thread of 4 warps: one 16-byte load of gate and one of up, many programs in flight.
 _BLOCK = 1024
@@ -25,7 +25,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit()
-def _silu_and_mul_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _silu_and_mul_kernel(
+    x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+) -> None:
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -43,7 +48,8 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     num_tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     block = min(_BLOCK, next_power_of_2(width))
+    overlap = overlaps(x)
     _silu_and_mul_kernel[(num_tokens, -(-width // block))](
-        x, out, width, block, num_warps=4, enable_fp_fusion=True
+        x, out, width, block, overlap, num_warps=4, launch_pdl=overlap, enable_fp_fusion=True
     )
     return out

@@ -9,45 +9,71 @@ first bytes, and a norm or activation that does almost nothing and pays the same
     norm_gate_up    (x, residual) -> silu(gate) * up of norm(x + residual)
     linear          x -> x @ weight^T
 
-each one kernel, and consecutive kernels overlap: a kernel starts while the one before it still
-runs, requests its first weights, which depend on nothing, and only then waits for its input
-(programmatic dependent launch, Hopper and later).
+one kernel each for one row; for more, rms_norm's kernel and one for the rest. Consecutive
+kernels overlap: a kernel starts while the one before it still runs, requests its first weights,
+which depend on nothing, and only then waits for its input (programmatic dependent launch, Hopper
+and later).
 
             qkv |#####|
               o    |..##|            . weights on their way, waiting for the input
         gate_up       |..######|     # input there
 
-Measured on an H200, bf16, microseconds of one layer's four products with their norms and
-activation, weights never in the cache; floor: the weights' bytes at 4.3 TB/s:
+One layer's four products with their norms and activation, microseconds on an H200, bf16, weights
+never in the cache; floor: the weights' bytes at the bandwidth of a copy
+(bench/results/small_batch_h200.json; python -m bench.small_batch measures it again):
 
-                              floor   separate operations   here   here, not overlapped
-    Qwen3-0.6B      1 row       7.3          32.8            12.4         17.1
-                    8 rows      7.3          26.3            20.9         26.6
-                   16 rows      7.3          27.1            27.5 (with 16 columns for rows)
-    Qwen3-8B        1 row      89.7         110.4            97.1         99.3
-                    8 rows     89.7         116.5           115.2        120.9
+                       Qwen3-0.6B                    Qwen3-8B
+              floor   library   here        floor   library   here
+     1 row      7.4      33.2   12.5         90.8     112.5   99.1
+     2 rows              30.4   18.3                  112.8  101.8
+     4 rows              28.3   18.7                  114.5  101.3
+     8 rows              26.4   19.3                  119.2  103.7
+    16 rows              27.2   21.7                  113.9  105.3
 
-So one row always comes here (the LM head too: 71 us against 78 for 0.6B, 272 against 290 for 8B),
-up to 8 rows when the weight is small, and everything else goes to the library's product and the
-separate kernels. Asking for a program's whole tile ahead of time in the L2 cache gained nothing,
-and cost 2% (1 row) to 20% (8 rows) with the weights of 8B.
+Every product is faster here, the LM head too, or as fast (o of 8B, 16 rows: 13.0 against 12.8). So
+up to 16 rows of 16-bit types come here, and one row of any type; everything else goes to the
+library's product and the separate kernels.
+
+What decided the kernel for several rows (8 rows unless said):
+- Programs of 16 outputs read as many bytes of x as of the weight. With 64 outputs x is an eighth.
+- All programs in step want the same 2 KB of x at a time from one place in the L2 cache. Starting
+  at different steps of K: gate_up of 8B 48.9 instead of 50.3.
+- Loading x only when its weights are there, not a step ahead: gate_up of 8B 53.8.
+- A small weight is one step of every program, all of it requested before the wait: o and down of
+  0.6B 3.2 and 3.9, in several steps 3.7 and 4.0. Norm and product in one kernel: gate_up of 0.6B
+  6.2 instead of 5.5.
+- For one row, asking for a program's whole tile ahead of time in the L2 cache gained nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from shared.kernels._triton import jit, runs_on_triton, tl
-from shared.kernels.rms_norm import add_rms_norm, rms_norm
+from shared.kernels._triton import jit, overlaps, runs_on_triton, tl
+from shared.kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_triton,
+    rms_norm,
+    rms_norm_triton,
+)
 from shared.kernels.silu_and_mul import silu_and_mul
 
-_FEW_ROWS = 8
-# Elements of a weight up to which 2 to 8 rows are faster here. gate_up of 0.6B (6.3 M): 6.2 us
-# against 9.1 with its norm and activation; from 16.8 M on (8B) the library's product is as good.
-_FEW_ROWS_WEIGHT = 8 << 20
+MAX_ROWS = 16
+
+# Several rows. Elements of a weight up to which each program takes all its weights in one step
+# (gate_up of 0.6B: 6.3 M), unless the sums to be added, shares x rows, are too many: adding is one
+# program's work.
+_SMALL_WEIGHT = 8 << 20
+_ONE_STEP_SUMS = 128
+_MAX_SPLITS = 16
+# Programs to aim for otherwise: three fit each multiprocessor of an H200. Twice as many or half as
+# many cost up to 20%.
+_PROGRAMS = 396
 
 # K up to -> (outputs of a program, steps of 512 bytes along K held in registers, warps), for one
 # row. A program needs tens of kilobytes on their way, and its K should be few steps; where N is
@@ -62,7 +88,7 @@ _ONE_ROW_LONG = (1, 16, 1)  # down of 8B: 24.9; 2 outputs in 2 warps 26.0
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K], weight [N, K] -> [T, N]."""
-    if _fuses(x, weight):
+    if takes_kernel(x, weight):
         return linear_triton(x, weight)
     return F.linear(x, weight)
 
@@ -79,7 +105,7 @@ def norm_linear(
     x, residual [T, K]; norm_weight [K]; weight [N, K] -> [T, N], [T, K]. May overwrite x and
     residual.
     """
-    if _fuses_norm(x, weight):
+    if takes_kernel(x, weight):
         return norm_linear_triton(x, residual, norm_weight, eps, weight)
     x, residual = _add_norm(x, residual, norm_weight, eps)
     return F.linear(x, weight), residual
@@ -93,21 +119,15 @@ def norm_gate_up(
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm_linear` with a weight [2 * I, K], gate then up, and silu(gate) * up [T, I] of it."""
-    if _fuses_norm(x, weight):
+    if takes_kernel(x, weight):
         return norm_linear_triton(x, residual, norm_weight, eps, weight, gated=True)
     x, residual = _add_norm(x, residual, norm_weight, eps)
     return silu_and_mul(F.linear(x, weight)), residual
 
 
-def _fuses(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    few = 1 < x.shape[0] <= _FEW_ROWS and weight.numel() <= _FEW_ROWS_WEIGHT
+def takes_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    few = 1 < x.shape[0] <= MAX_ROWS and x.element_size() == 2
     return runs_on_triton(x) and (x.shape[0] == 1 or few)
-
-
-def _fuses_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    # Several rows go through the matrix unit before they are divided by their norm, and float16
-    # ends at 65504.
-    return _fuses(x, weight) and (x.shape[0] == 1 or x.dtype != torch.float16)
 
 
 def _add_norm(
@@ -193,85 +213,112 @@ def _one_row_kernel(
     tl.store(out_ptr + column, result, mask=column < N)
 
 
+@jit()
+def _input_is_ready():
+    # 0, known only once the kernel before has ended: an address that this is added to cannot be
+    # read earlier, whatever the compiler overlaps.
+    return tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @jit(integers=("num_rows",))
 def _few_rows_kernel(
     x_ptr,
-    residual_ptr,
-    norm_weight_ptr,
     weight_ptr,
     out_ptr,
-    sum_ptr,
-    eps,
+    partial_ptr,
+    arrivals_ptr,
     num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    # On the matrix unit, out^T = weight @ x^T: outputs fill its 16 rows, the batch its 8 columns.
-    # K is cut into PARTS, one a warp: a chain of dependent products PARTS times shorter.
-    first = tl.program_id(0) * BLOCK_N
+    # On the matrix unit, out^T = weight @ x^T: a program takes BLOCK_N rows of the weight (half of
+    # them gate and half up where GATED), so that x is a small part of what it reads, and a share of
+    # K, so that all multiprocessors read. The last program of a tile to end adds the shares up, in
+    # their order.
+    split = tl.program_id(0)
+    tile = tl.program_id(1)
     dtype = x_ptr.dtype.element_ty
-    n = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[None, :, None]
-    k = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    row = tl.arange(0, ROWS)[None, None, :]
-    weight_ptr += n * K + k[:, None, :]
-    offsets = row * K + k[:, :, None]
-    writes = tl.where(first == 0, num_rows, 0)
-    STEP: tl.constexpr = PARTS * BLOCK_K
-    out = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
-    up_out = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
-    squares = tl.zeros([PARTS, BLOCK_K, ROWS], tl.float32)
-    weight = tl.load(weight_ptr, mask=(k < K)[:, None, :], other=0.0)
-    if GATED:
-        up = tl.load(weight_ptr + N * K, mask=(k < K)[:, None, :], other=0.0)
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    EVEN: tl.constexpr = K == SPLITS * STEPS * BLOCK_K
+    PARTIAL: tl.constexpr = BLOCK_N * ROWS
+    first = tile * COLUMNS
+    i = tl.arange(0, BLOCK_N)
+    n = tl.minimum(first + i % COLUMNS, N - 1).to(tl.int64) + (i // COLUMNS) * N
+    k = split * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    row = tl.arange(0, ROWS)
+    weight_ptr += n[:, None] * K + k[None, :]
+    x_ptr += row[None, :] * K + k[:, None]
+    present = (row < num_rows)[None, :]
+    out = tl.zeros([BLOCK_N, ROWS], tl.float32)
     if OVERLAP:
-        _wait_for_input()
-    for start in range(0, K, STEP):
-        inside = (start + k < K)[:, :, None]
-        x = tl.load(x_ptr + offsets + start, mask=inside & (row < num_rows), other=0.0)
-        if ADD:
-            x += tl.load(residual_ptr + offsets + start, mask=inside & (row < num_rows), other=0.0)
-            tl.store(sum_ptr + offsets + start, x, mask=inside & (row < writes))
-        if STEP < K:  # the next weights, before this step's arithmetic
-            later = (start + STEP + k < K)[:, None, :]
-            next_weight = tl.load(weight_ptr + start + STEP, mask=later, other=0.0)
-            if GATED:
-                next_up = tl.load(weight_ptr + start + STEP + N * K, mask=later, other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            norm_weight = tl.load(norm_weight_ptr + start + k, mask=start + k < K, other=0.0)
-            x = (wide * norm_weight.to(tl.float32)[:, :, None]).to(dtype)
+        tl.extra.cuda.gdc_launch_dependents()
+    if STEPS == 1:
+        if EVEN:
+            weight = tl.load(weight_ptr)
+        else:
+            weight = tl.load(weight_ptr, mask=(k < K)[None, :], other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        x = tl.load(x_ptr, mask=present & (k < K)[:, None], other=0.0)
         out = tl.dot(weight, x, out, input_precision="ieee")
+    else:
+        # Weights come through shared memory, STAGES - 1 steps ahead, x through registers, one step
+        # ahead: step s multiplies step s - 1 of K. So weights are on their way before the first
+        # wait. Tiles start at different steps: all at once would want the same few lines of x from
+        # the L2 cache.
+        x = tl.zeros([BLOCK_K, ROWS], dtype)
+        for step in tl.range(0, STEPS + 1, num_stages=STAGES):
+            start = (step + tile + STEPS - 1) % STEPS * BLOCK_K
+            mask = (n >= 0)[:, None] & (step > 0)
+            if not EVEN:
+                mask &= (start + k < K)[None, :]
+            weight = tl.load(weight_ptr + start, mask=mask, other=0.0)
+            start = (step + tile) % STEPS * BLOCK_K
+            mask = present & (step < STEPS)
+            if not EVEN:
+                mask &= (start + k < K)[:, None]
+            if OVERLAP:
+                start += _input_is_ready() * BLOCK_K
+            next_x = tl.load(x_ptr + start, mask=mask, other=0.0)
+            out = tl.dot(weight, x, out, input_precision="ieee")
+            x = next_x
+    is_last = True
+    if SPLITS > 1:
+        tile_ptr = partial_ptr + tile * (SPLITS * PARTIAL) + i[:, None] * ROWS + row[None, :]
+        tl.store(tile_ptr + split * PARTIAL, out)
+        # Every thread's stores come before the count, and the count before the last one's loads.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        is_last = arrived == SPLITS - 1
+    if is_last:
+        if SPLITS > 1:
+            tl.debug_barrier()
+            out = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for share in tl.static_range(SPLITS):
+                # Past the first-level cache: other multiprocessors wrote these a moment ago.
+                out += tl.load(tile_ptr + share * PARTIAL, cache_modifier=".cg")
+            tl.store(arrivals_ptr + tile, 0)
         if GATED:
-            up_out = tl.dot(up, x, up_out, input_precision="ieee")
-        if STEP < K:
-            weight = next_weight
-            if GATED:
-                up = next_up
-    result = tl.sum(out, axis=0)
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)[None, :]
-        result *= inverse
-    if GATED:
-        up_result = tl.sum(up_out, axis=0)
-        if NORM:
-            up_result *= inverse
-        result = _silu_and_mul(result, up_result, dtype)
-    column = first + tl.arange(0, BLOCK_N)[:, None]
-    row = tl.arange(0, ROWS)[None, :]
-    tl.store(out_ptr + row * N + column, result, mask=(column < N) & (row < num_rows))
+            gate, up = tl.split(tl.permute(tl.reshape(out, [2, COLUMNS, ROWS]), [1, 2, 0]))
+            result = _silu_and_mul(gate, up, dtype)
+        else:
+            result = out
+        column = first + tl.arange(0, COLUMNS)[:, None]
+        tl.store(out_ptr + row[None, :] * N + column, result, mask=present & (column < N))
 
 
 def linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """At most 8 rows."""
+    """At most 16 rows."""
     return _launch(x, None, None, 0.0, weight, gated=False)[0]
 
 
@@ -283,7 +330,7 @@ def norm_linear_triton(
     weight: torch.Tensor,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """At most 8 rows. Leaves x and residual as they are; the sum is a new tensor, or x itself."""
+    """At most 16 rows. May overwrite x and residual; without a residual the sum is x itself."""
     return _launch(x, residual, norm_weight, eps, weight, gated)
 
 
@@ -295,56 +342,144 @@ def _launch(
     weight: torch.Tensor,
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.contiguous()
-    num_rows, size = x.shape
-    if not 1 <= num_rows <= _FEW_ROWS:
-        raise ValueError(f"{num_rows} rows: these kernels take 1 to {_FEW_ROWS}")
+    num_rows = x.shape[0]
+    if not 1 <= num_rows <= MAX_ROWS:
+        raise ValueError(f"{num_rows} rows: these kernels take 1 to {MAX_ROWS}")
+    if num_rows == 1:
+        return _launch_one_row(x.contiguous(), residual, norm_weight, eps, weight, gated)
+    x = added = x.contiguous()
+    if norm_weight is not None:
+        if residual is None:
+            x = rms_norm_triton(x, norm_weight, eps)
+        else:
+            x, added = add_rms_norm_triton(x, residual.contiguous(), norm_weight, eps)
+    return _launch_few_rows(x, weight, gated), added
+
+
+def _options(x: torch.Tensor) -> dict[str, Any]:
+    overlap = overlaps(x)
+    return {
+        "OVERLAP": overlap,
+        "launch_pdl": overlap,
+        "num_stages": 1,
+        "enable_fp_fusion": True,
+    }
+
+
+def _launch_one_row(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = x.shape[1]
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     added = x if residual is None else torch.empty_like(x)
-    pointers = (
+    block, steps, num_warps = _one_row_config(size)
+    if gated and size <= 1024:
+        block //= 2  # a tile of gate and one of up
+    _one_row_kernel[(-(-num_outputs // block),)](
         x,
         x if residual is None else residual.contiguous(),
         x if norm_weight is None else norm_weight,
         weight,
         out,
         added,
+        eps,
+        num_outputs,
+        size,
+        block,
+        steps,
+        512 // x.element_size(),
+        ADD=residual is not None,
+        NORM=norm_weight is not None,
+        GATED=gated,
+        num_warps=num_warps,
+        **_options(x),
     )
-    overlap = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    options: dict[str, Any] = {
-        "ADD": residual is not None,
-        "NORM": norm_weight is not None,
-        "GATED": gated,
-        "OVERLAP": overlap,
-        "launch_pdl": overlap,
-        "num_stages": 1,
-        "enable_fp_fusion": True,
-    }
-    width = 512 // x.element_size()
-    if num_rows == 1:
-        block, steps, num_warps = _one_row_config(size)
-        if gated and size <= 1024:
-            block //= 2  # a tile of gate and one of up
-        _one_row_kernel[(-(-num_outputs // block),)](
-            *pointers, eps, num_outputs, size, block, steps, width, num_warps=num_warps, **options
-        )
-    else:
-        # 16 outputs, K in 4 parts: 4 warps with 8 KB each on their way. 0.6B, 8 rows: qkv 4.9 us,
-        # o 3.8, gate_up 6.2, down 5.7; half the bytes a warp: 5.1, 4.9, 8.8, 7.3.
-        _few_rows_kernel[(-(-num_outputs // 16),)](
-            *pointers,
-            eps,
-            num_rows,
-            num_outputs,
-            size,
-            _FEW_ROWS,
-            16,
-            4,
-            width,
-            num_warps=4,
-            **options,
-        )
     return out, added
+
+
+def _launch_few_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+    num_rows, size = x.shape
+    tile = few_rows_tile(num_rows, weight.shape[0], size, x.element_size())
+    num_outputs, columns = weight.shape[0], tile.block_n
+    if gated:
+        num_outputs, columns = num_outputs // 2, columns // 2
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    num_tiles = -(-num_outputs // columns)
+    partial = arrivals = out
+    if tile.splits > 1:
+        shape = (num_tiles, tile.splits, tile.block_n, tile.rows)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals_of(weight, num_tiles)
+    _few_rows_kernel[(tile.splits, num_tiles)](
+        x,
+        weight,
+        out,
+        partial,
+        arrivals,
+        num_rows,
+        num_outputs,
+        size,
+        tile.rows,
+        tile.block_n,
+        tile.block_k,
+        tile.splits,
+        tile.steps,
+        tile.stages,
+        GATED=gated,
+        num_warps=4,
+        **_options(x),
+    )
+    return out
+
+
+def _arrivals_of(weight: torch.Tensor, num_tiles: int) -> torch.Tensor:
+    """[tiles] int32: zeros, and zeros again after every call. A weight has its own, so that two
+    models on two streams do not count each other's programs."""
+    counters = _arrivals.get(weight)
+    if counters is None or counters.shape[0] < num_tiles:
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("call the function once before it is captured in a CUDA graph")
+        counters = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
+        _arrivals[weight] = counters
+    return counters
+
+
+_arrivals = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True)
+class FewRowsTile:
+    """A program multiplies `block_n` rows of the weight with `rows` rows of x, over 1 / `splits`
+    of K, `block_k` at a time in `steps` steps."""
+
+    rows: int
+    block_n: int
+    block_k: int
+    splits: int
+    steps: int
+    stages: int
+
+
+def few_rows_tile(num_rows: int, weight_rows: int, size: int, element_size: int) -> FewRowsTile:
+    """From sizes alone, so that a captured graph fits every batch."""
+    rows = 8 if num_rows <= 8 else 16
+    block_k = 512 // element_size
+    splits = -(-size // block_k)
+    if weight_rows * size <= _SMALL_WEIGHT and splits * rows <= _ONE_STEP_SUMS:
+        return FewRowsTile(rows, 64, block_k, splits, 1, 1)
+    block_k //= 2
+    steps = -(-size // block_k)
+    most = min(_MAX_SPLITS, max(1, _PROGRAMS // -(-weight_rows // 64)))
+    splits = max(n for n in range(1, most + 1) if steps % n == 0)
+    # 64 KB of weights on their way. 16 rows take another matrix instruction, which leaves its
+    # operands in shared memory a step longer.
+    return FewRowsTile(rows, 64, block_k, splits, steps // splits, 5 if rows == 8 else 4)
 
 
 def _one_row_config(size: int) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from shared.config import FLASH_ATTN_BLOCK_SIZE
+from shared.kernels.fused_decode_attention import FUSED_ROWS, fused_decode_attention
 from shared.kernels.paged_decode_attention import (
     DecodeWorkspace,
     paged_decode_attention,
@@ -83,8 +84,28 @@ class AttentionBackend(Protocol):
         """q [T, num_heads, D] over pages [num_blocks, block_size, num_kv_heads, D] -> like q."""
         ...
 
+    def fuses(self, metadata: AttentionMetadata) -> bool:
+        """Whether this batch goes to `forward_fused` instead of `qk_norm_rope_kv_write` and
+        `forward`."""
+        return False
 
-class TorchBackend:
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        cos_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """qkv [R, (num_heads + 2 * num_kv_heads) * D] -> [R, num_heads, D]."""
+        raise RuntimeError(f"the {self.name} backend has no fused kernel")
+
+
+class TorchBackend(AttentionBackend):
     """Gather pages, then torch's scaled dot-product attention. Runs anywhere."""
 
     name = "torch"
@@ -130,7 +151,7 @@ class TorchBackend:
         return out
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """The kernels of this repository."""
 
     name = "triton"
@@ -181,6 +202,38 @@ class TritonBackend:
             )
         return out
 
+    def fuses(self, metadata: AttentionMetadata) -> bool:
+        rows = metadata.slots.shape[0]
+        return rows <= FUSED_ROWS and metadata.num_decode_rows == rows
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        cos_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        m = metadata
+        return fused_decode_attention(
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
+            k_cache,
+            v_cache,
+            m.block_tables,
+            m.slots,
+            m.seq_lens,
+            scale,
+            self.workspace,
+        )
+
 
 @dataclass(frozen=True)
 class FlashPlan:
@@ -191,7 +244,7 @@ class FlashPlan:
     cu_seqlens_k: torch.Tensor
 
 
-class FlashAttentionBackend:
+class FlashAttentionBackend(AttentionBackend):
     """flash-attn 2 over pages of 256 tokens (arXiv:2307.08691)."""
 
     name = "flash_attn"

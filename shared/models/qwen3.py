@@ -69,18 +69,16 @@ class Qwen3Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         qkv, residual = self.qkv_proj(x, residual, norm)
         k_cache, v_cache = kv_cache.unbind(0)
-        q = qk_norm_rope_kv_write(
-            qkv,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            self.q_norm.eps,
-            cos_sin,
-            positions,
-            metadata.slot_mapping,
-            k_cache,
-            v_cache,
-        )
-        out = self.backend.forward(q, k_cache, v_cache, metadata, self.scale)
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if self.backend.fuses(metadata):
+            out = self.backend.forward_fused(
+                qkv, *norms, cos_sin, k_cache, v_cache, metadata, self.scale
+            )
+        else:
+            q = qk_norm_rope_kv_write(
+                qkv, *norms, cos_sin, positions, metadata.slot_mapping, k_cache, v_cache
+            )
+            out = self.backend.forward(q, k_cache, v_cache, metadata, self.scale)
         return self.o_proj(out.flatten(1)), residual
 
 

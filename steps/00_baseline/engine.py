@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
@@ -17,10 +16,9 @@ from shared.engine.queues import Queues
 from shared.engine.requests import RequestSide
 from shared.engine.result import Runner
 from shared.engine.slots import SlotTable
-from shared.engine.trace import StepClock, TraceWriter
+from shared.engine.trace import StepClock, StepRecorder
 from shared.models.files import ModelFiles
 from shared.outputs import StepOutput
-from shared.sampling_params import SamplingParams
 
 from .scheduler import Scheduler
 
@@ -32,11 +30,13 @@ IGNORED_OPTIONS = ("tensor_parallel_size", "data_parallel_size")
 class Engine(RequestSide):
     """Knows token ids only; text is the business of whoever drives it (LLM, a server)."""
 
+    cuts_prompts = False
+
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         """`runner`: something else than the real model, for tests. Raises ValueError or OSError
         naming the option or file that is wrong."""
         self.config = config
-        self.trace = None if config.trace is None else TraceWriter(config.trace)
+        self.recorder = StepRecorder(config.trace)
         files = ModelFiles.find(config.model, config.load_format)
         self.tokenizer = files.tokenizer()
         self.eos_token_ids = files.config.eos_token_ids
@@ -44,7 +44,7 @@ class Engine(RequestSide):
         self.limits = self.runner.limits
         self.table = SlotTable(self.limits)
         self.block_manager = BlockManager(
-            self.table, config.enable_prefix_caching, record_events=self.trace is not None
+            self.table, config.enable_prefix_caching, self.recorder.is_recording
         )
         self.queues = Queues(self.table, self.block_manager)
         self.scheduler = Scheduler(config, self.queues, self.block_manager)
@@ -69,24 +69,11 @@ class Engine(RequestSide):
             result = handle.result()
         except Exception as error:
             logger.exception("a step failed; its requests end")
+            self.recorder.failed_step()
             return abandon(schedule, error, self.queues)
         clock.lap()
         outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
-        if self.trace is not None:
-            self.trace.write(
-                schedule, batch, clock, handle.used_graph, self.queues, self.block_manager
-            )
+        self.recorder.step(
+            schedule, batch, clock, handle.used_graph, self.queues, self.block_manager
+        )
         return outputs
-
-    def check_request(
-        self, prompt_token_ids: SequenceOf[int] | np.ndarray, params: SamplingParams
-    ) -> np.ndarray:
-        """As in every stage, and no prompt may be longer than the budget of a step."""
-        tokens = super().check_request(prompt_token_ids, params)
-        if len(tokens) > self.limits.max_num_batched_tokens:
-            raise ValueError(
-                f"prompt_token_ids has {len(tokens)} tokens: more than "
-                f"max_num_batched_tokens={self.limits.max_num_batched_tokens}, and this stage "
-                f"computes a prompt in one step"
-            )
-        return tokens

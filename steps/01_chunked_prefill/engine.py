@@ -15,7 +15,7 @@ from shared.engine.queues import Queues
 from shared.engine.requests import RequestSide
 from shared.engine.result import Runner
 from shared.engine.slots import SlotTable
-from shared.engine.trace import StepClock, TraceWriter
+from shared.engine.trace import StepClock, StepRecorder
 from shared.models.files import ModelFiles
 from shared.outputs import StepOutput
 
@@ -30,11 +30,13 @@ IGNORED_OPTIONS = ("tensor_parallel_size", "data_parallel_size")
 class Engine(RequestSide):
     """Knows token ids only; text is the business of whoever drives it (LLM, a server)."""
 
+    cuts_prompts = True
+
     def __init__(self, config: Config, runner: Runner | None = None) -> None:
         """`runner`: something else than the real model, for tests. Raises ValueError or OSError
         naming the option or file that is wrong."""
         self.config = config
-        self.trace = None if config.trace is None else TraceWriter(config.trace)
+        self.recorder = StepRecorder(config.trace)
         files = ModelFiles.find(config.model, config.load_format)
         self.tokenizer = files.tokenizer()
         self.eos_token_ids = files.config.eos_token_ids
@@ -42,7 +44,7 @@ class Engine(RequestSide):
         self.limits = self.runner.limits
         self.table = SlotTable(self.limits)
         self.block_manager = BlockManager(
-            self.table, config.enable_prefix_caching, record_events=self.trace is not None
+            self.table, config.enable_prefix_caching, self.recorder.is_recording
         )
         self.queues = Queues(self.table, self.block_manager)
         self.scheduler = Scheduler(config, self.queues, self.block_manager)
@@ -67,11 +69,11 @@ class Engine(RequestSide):
             result = handle.result()
         except Exception as error:
             logger.exception("a step failed; its requests end")
+            self.recorder.failed_step()
             return abandon(schedule, error, self.queues)
         clock.lap()
         outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
-        if self.trace is not None:
-            self.trace.write(
-                schedule, batch, clock, handle.used_graph, self.queues, self.block_manager
-            )
+        self.recorder.step(
+            schedule, batch, clock, handle.used_graph, self.queues, self.block_manager
+        )
         return outputs

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from shared.engine.seeds import sequence_seed
 from shared.kernels.sampling import (
     gumbel_argmax,
     gumbel_argmax_reference,
     gumbel_argmax_triton,
     gumbel_reference,
     hash_reference,
-    sequence_seed,
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

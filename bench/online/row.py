@@ -1,0 +1,66 @@
+"""What an online measurement leaves behind: one row per load, in JSON, and rows accumulate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.online.ceiling import Ceiling
+from bench.online.metrics import OnlineRun
+from bench.result import PACKAGES, GpuUse, Hardware, read_rows, write_rows
+
+SCHEMA_VERSION = 1
+CLIENT_PACKAGES = (*PACKAGES, "aiohttp")
+
+
+class OnlineResult(msgspec.Struct, frozen=True):
+    """One target under one load, some repeats."""
+
+    label: str
+    scenario: str | None
+    rate_rps: float | None
+    """Asked for; None where requests do not come at a rate."""
+    sha256: str
+    """Of the requests of repeat 0, whichever repeats were run: it identifies the work."""
+    id_limit: int
+    """Token ids are below this."""
+    options: dict[str, Any]
+    """All flags of the client, by group."""
+    created: str
+    """UTC, ISO 8601."""
+    commit: str | None
+    dirty: bool | None
+    hardware: Hardware
+    """Of the client's machine."""
+    target_is_local: bool
+    """Whether that is the target's machine, too."""
+    versions: dict[str, str]
+    """Of the client's libraries."""
+    model: str
+    target_version: str | None
+    stage: str | None
+    """Of an engine of ours."""
+    config: dict[str, Any]
+    """Effective values, as an engine of ours describes itself; empty for others."""
+    ceiling: Ceiling | None
+    runs: list[OnlineRun]
+    medians: dict[str, float]
+    """Of every number of the runs, by name: `latencies.ttft_ms.p90`."""
+    spread: dict[str, tuple[float, float]]
+    """(smallest, largest) over the runs."""
+    gpu_use: list[GpuUse] = []
+    error: str | None = None
+    """Why there are no numbers, or fewer repeats than asked for. The row stays."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def read_online(path: Path) -> list[OnlineResult]:
+    """All rows of a file. Raises ValueError naming the file when it holds something else."""
+    return read_rows(path, list[OnlineResult], SCHEMA_VERSION)
+
+
+def append_online(path: Path, rows: Sequence[OnlineResult]) -> None:
+    write_rows(path, [*(read_online(path) if path.exists() else []), *rows])

@@ -1,0 +1,406 @@
+"""The routes: what each URL answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, TypeVar
+
+import msgspec
+import prometheus_client
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from . import answers, chat, completions
+from .answers import ClientGone, EventStream, Format, unless_gone
+from .api_types import (
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ErrorResponse,
+    GenerationRequest,
+    ModelCard,
+    ModelList,
+    Status,
+    StreamOptions,
+    TokenizeRequest,
+    TokenizeResponse,
+    Version,
+)
+from .async_engine import AsyncEngine
+from .errors import ApiError, as_api_error, invalid_body, invalid_value
+from .generation import Generation, Task
+from .metrics import ServerMetrics
+from .params import Model
+
+logger = logging.getLogger(__name__)
+
+Body = TypeVar("Body", bound=GenerationRequest)
+T = TypeVar("T")
+
+# Bodies up to this many bytes are tokenised at once; longer ones in a thread, since all streams
+# would stand still meanwhile.
+SMALL_BODY = 4096
+NUM_THREADS = 2
+
+Prepare = Callable[[Body, Model], tuple[Task, Format]]
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """What the routes are told by the server's flags."""
+
+    model_name: str
+    api_key: str | None = None
+    max_body_bytes: int = 8 * 2**20
+    max_output_tokens: int | None = None
+    """Most that a request may ask for; None: max_model_length."""
+    allow_origins: tuple[str, ...] = ()
+    """Of other web pages whose scripts may read the answers."""
+
+
+class Api:
+    """One server's routes over one engine."""
+
+    def __init__(self, engine: AsyncEngine, options: ApiOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.metrics = ServerMetrics(engine, options.model_name)
+        self.is_draining = False
+        self.num_preparing = 0
+        """Requests that the engine may not know of yet, or that are not streamed."""
+        limits = engine.info.limits
+        self._model = Model(
+            engine.tokenizer,
+            limits,
+            options.max_output_tokens or limits.max_model_length,
+            engine.check_request,
+        )
+        self._created = int(time.time())
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "prepare")
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_preparing and not self.engine.num_unfinished
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, request: Request) -> None:
+        """Raises ApiError, before the body is read, if the request is not served at all."""
+        key = self.options.api_key
+        if key is not None:
+            given = request.headers.get("authorization", "")
+            if not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                raise ApiError(
+                    401,
+                    "wrong or missing API key",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        self.check_ready()
+
+    def check_ready(self) -> None:
+        self.check_alive()
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    def check_alive(self) -> None:
+        if not self.engine.is_alive:
+            raise ApiError(503, "the engine is not running", code="engine_dead")
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue a text, or each of several."""
+        return await self._answer(body, request, completions.prepare, "cmpl")
+
+    async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
+        """Say what comes next in a conversation."""
+        return await self._answer(body, request, chat.prepare, "chatcmpl")
+
+    async def _answer(
+        self, body: Body, request: Request, prepare: Prepare[Body], prefix: str
+    ) -> Response:
+        arrival = time.perf_counter()
+        self._check_model(body.model)
+        self.num_preparing += 1
+        try:
+            work = self._generate(body, request, prepare, prefix, arrival)
+            return await unless_gone(request.receive, work)
+        except ClientGone:
+            return Response(status_code=answers.CLIENT_GONE)
+        except ApiError:
+            raise
+        except Exception as error:
+            raise as_api_error(error) from error
+        finally:
+            self.num_preparing -= 1
+
+    async def _generate(
+        self, body: Body, request: Request, prepare: Prepare[Body], prefix: str, arrival: float
+    ) -> Response:
+        task, format = await self._outside_loop(request, lambda: prepare(body, self._model))
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        head = {"id": request_id, "created": int(time.time()), "model": self.options.model_name}
+        generation = Generation(self.engine, request_id, task, arrival, on_end=self.metrics.observe)
+        if not body.stream:
+            return await answers.body(generation, format, head)
+        options = body.stream_options or StreamOptions()
+        events = answers.events(generation, format, head, options)
+        return EventStream(await anext(events), events)
+
+    async def _outside_loop(self, request: Request, work: Callable[[], T]) -> T:
+        """Run what takes long if the body is long."""
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) <= SMALL_BODY:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.options.model_name:
+            raise ApiError(
+                404,
+                f"model {name[:80]!r} does not exist; this server has {self.options.model_name!r}",
+                "model",
+                "model_not_found",
+            )
+
+    async def models(self) -> ModelList:
+        return {"object": "list", "data": [self._card()]}
+
+    async def model(self, name: str) -> ModelCard:
+        self._check_model(name)
+        return self._card()
+
+    def _card(self) -> ModelCard:
+        return {
+            "id": self.options.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baby-vllm",
+            "max_model_len": self._model.limits.max_model_length,
+        }
+
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> TokenizeResponse:
+        """Token ids of a text, or of a conversation as the model's template writes it."""
+        self._check_model(body.model)
+        tokens = await self._outside_loop(request, lambda: _tokenize(body, self._model))
+        limit = self._model.limits.max_model_length
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+        """The text of token ids, that of special ones included."""
+        self._check_model(body.model)
+        text = await self._outside_loop(request, lambda: _detokenize(body, self._model))
+        return {"prompt": text}
+
+    async def health(self) -> Status:
+        """Is the engine alive? 503 if not."""
+        self.check_alive()
+        return {"status": "ok"}
+
+    async def ready(self) -> Status:
+        """Are new requests served? 503 while the server shuts down, too."""
+        self.check_ready()
+        return {"status": "ok"}
+
+    async def version(self) -> Version:
+        return {"version": _version()}
+
+    async def prometheus(self) -> Response:
+        content = prometheus_client.generate_latest(self.metrics.registry)
+        return Response(content, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's settings and counters."""
+        info = self.engine.info
+        return {
+            "stage": info.stage,
+            "pid": info.pid,
+            "vocab_size": info.vocab_size,
+            "settings": info.description,
+            "stats": msgspec.to_builtins(self.engine.stats),
+            "unfinished_requests": self.engine.num_unfinished,
+            "draining": self.is_draining,
+        }
+
+
+def _tokenize(body: TokenizeRequest, model: Model) -> list[int]:
+    try:
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        if body.prompt is not None:
+            for name in ("add_generation_prompt", "chat_template_kwargs"):
+                if getattr(body, name) is not None:
+                    raise ApiError(400, f"{name} needs messages", name)
+            add = body.add_special_tokens is not False
+            return model.need_tokenizer("prompt").encode(body.prompt, add)
+        text = chat.render(
+            body.messages or [],
+            model,
+            body.chat_template_kwargs,
+            body.add_generation_prompt is not False,
+        )
+        return model.need_tokenizer("messages").encode(text, bool(body.add_special_tokens))
+    except ValueError as error:
+        default = "prompt" if body.messages is None else "messages"
+        raise invalid_value(
+            error, TokenizeRequest.model_fields, {"text": default}, default
+        ) from error
+
+
+def _detokenize(body: DetokenizeRequest, model: Model) -> str:
+    vocab_size = model.limits.vocab_size
+    try:
+        tokenizer = model.need_tokenizer("tokens")
+        wrong = next((t for t in body.tokens if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"tokens holds {wrong}, outside the vocabulary of {vocab_size} tokens")
+    except ValueError as error:
+        raise invalid_value(error, DetokenizeRequest.model_fields) from error
+    return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+ERRORS: Responses = {
+    "4XX": {"model": ErrorResponse, "description": "The request is wrong, or one too many."},
+    "5XX": {"model": ErrorResponse, "description": "The server cannot serve it."},
+}
+
+
+def build_app(api: Api) -> FastAPI:
+    """The ASGI application. Closing api and engine is the caller's business."""
+    # No page for the docs: FastAPI's loads its scripts from elsewhere.
+    app = FastAPI(title="baby-vllm", version=_version(), docs_url=None, redoc_url=None)
+    app.include_router(_routes(api))
+    app.include_router(_open_routes(api))
+    app.add_exception_handler(RequestValidationError, _refuse_body)
+    app.add_exception_handler(HTTPException, _refuse)
+    app.add_exception_handler(Exception, _fail)
+    if api.options.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=api.options.allow_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _version() -> str:
+    try:
+        return metadata.version("baby-vllm")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
+
+
+def _routes(api: Api) -> APIRouter:
+    """Where the key is asked for."""
+    router = APIRouter(route_class=_served_route(api), responses=ERRORS)
+    add = router.add_api_route
+    stream: dict[str, Any] = {"text/event-stream": {}}  # OpenAPI 3.1 cannot describe events
+    for path, endpoint, answer in (
+        ("/v1/completions", api.completions, CompletionResponse),
+        ("/v1/chat/completions", api.chat_completions, ChatResponse),
+    ):
+        responses: Responses = {200: {"model": answer, "content": stream}}
+        add(path, endpoint, methods=["POST"], responses=responses)
+    add("/tokenize", api.tokenize, methods=["POST"])
+    add("/detokenize", api.detokenize, methods=["POST"])
+    add("/v1/models", api.models)
+    add("/v1/models/{name:path}", api.model)
+    add("/debug/stats", api.stats)
+    return router
+
+
+def _open_routes(api: Api) -> APIRouter:
+    """What probes and scrapers ask, which bring no key; nothing of any request is in it."""
+    router = APIRouter(responses={"5XX": ERRORS["5XX"]})
+    router.add_api_route("/health", api.health)
+    router.add_api_route("/ready", api.ready)
+    router.add_api_route("/version", api.version)
+    text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    router.add_api_route("/metrics", api.prometheus, response_class=Response, responses=text)
+    return router
+
+
+def _served_route(api: Api) -> type[APIRoute]:
+    """Routes that check before they read, and read no more than is allowed."""
+
+    class ServedRequest(Request):
+        async def body(self) -> bytes:
+            if not hasattr(self, "_body"):
+                chunks, size = [], 0
+                async for chunk in self.stream():
+                    size += len(chunk)
+                    if size > api.options.max_body_bytes:
+                        raise too_large
+                    chunks.append(chunk)
+                self._body = b"".join(chunks)
+            return self._body
+
+        async def json(self) -> Any:
+            # Several times as fast as json.loads, which all streams would feel.
+            try:
+                return msgspec.json.decode(await self.body())
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise ApiError(400, f"the body is not valid JSON: {error}") from error
+
+    too_large = ApiError(
+        413,
+        f"the body has more than {api.options.max_body_bytes} bytes",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+    class ServedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def checked(request: Request) -> Response:
+                api.check(request)
+                length = request.headers.get("content-length", "")
+                if length.isdecimal() and int(length) > api.options.max_body_bytes:
+                    raise too_large
+                return await handle(ServedRequest(request.scope, request.receive))
+
+            return checked
+
+    return ServedRoute
+
+
+def _as_response(error: ApiError) -> Response:
+    headers = dict(error.headers or {})
+    content = answers.encode(error.body)
+    return Response(content, error.status_code, headers, media_type="application/json")
+
+
+async def _refuse_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _as_response(invalid_body(error.errors()))
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, ApiError):  # an unknown path, a wrong method
+        error = ApiError(error.status_code, error.detail, headers=error.headers)
+    return _as_response(error)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    # uvicorn logs it.
+    return _as_response(ApiError(500, "the server could not complete the request"))

@@ -1,0 +1,263 @@
+"""The front end's side of one engine: what is sent, what is expected back, and whether it lives.
+
+It waits for nothing by itself, so that a loop that blocks (engine.py) and one that must not
+(async_engine.py) can both use it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.engine.request import check_request, check_request_id
+from shared.engine.stats import EngineStats
+from shared.outputs import StepOutput
+from shared.sampling_params import SamplingParams
+
+from .config import Build, OnlineConfig, build_engine
+from .engine_process import serve
+from .messages import (
+    Abort,
+    Add,
+    Command,
+    EngineInfo,
+    Hello,
+    Listen,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Stop,
+    decode_event,
+    decode_failure,
+    encode,
+    encode_commands,
+)
+from .transport import END_SECONDS, ProcessTransport, ThreadTransport, Transport
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has ended, by a fault or by `close`; nothing more comes out of it."""
+
+
+@dataclass
+class _Expected:
+    """A request that has not finished."""
+
+    frame: int
+    """The frame that it travels in: what the engine says before it has taken this frame is about
+    an earlier request of the same name."""
+    indices: set[int]
+    """Completions that have not ended."""
+
+
+class EngineClient:
+    info: EngineInfo | None = None
+    """None until the engine is ready."""
+    stats: EngineStats
+    """The newest that has come."""
+    error: EngineDeadError | ValueError | OSError | None = None
+    """Why the engine is gone; ValueError and OSError only for one that never was ready."""
+
+    def __init__(
+        self, config: OnlineConfig, build: str | Build | None = None, in_process: bool = False
+    ) -> None:
+        """Starts the engine and does not wait for it.
+
+        `build` makes another engine than the one that the config names, from the config's given
+        fields: "module:function" or, for an engine `in_process` (in a thread), a function.
+        """
+        self.stats = EngineStats()
+        self._expected: dict[str, _Expected] = {}
+        self._pending: list[bytes] = []
+        self._num_sent = 0
+        self._last_words = b""
+        self.transport: Transport
+        if in_process:
+            function = build_engine if build is None else build
+            if not callable(function):
+                raise TypeError("an engine in this process is built by a function")
+            self.transport = ThreadTransport(
+                lambda endpoint, lifeline: serve(
+                    endpoint, lifeline, lambda start: function(start.options)
+                )
+            )
+        else:
+            name = f"{build_engine.__module__}:build_engine" if build is None else build
+            if not isinstance(name, str):
+                raise TypeError("an engine in another process is built by a function's name")
+            self.transport = ProcessTransport(name)
+        options = config.model_dump(include=config.model_fields_set)
+        level = logging.getLogger().getEffectiveLevel()
+        self._command(Start(config.engine, options, level))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._expected)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.error is None
+
+    def check_request(
+        self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
+    ) -> np.ndarray:
+        """The prompt as [n] int32. Raises the ValueError that the engine would raise."""
+        self.check_alive()
+        info = self.ready_info
+        return check_request(prompt_token_ids, params, info.limits, info.cuts_prompts)
+
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
+    ) -> None:
+        """To be sent by the next `flush`. Raises ValueError, with nothing sent, if it can never
+        run, and EngineDeadError."""
+        check_request_id(request_id)
+        if request_id in self._expected:
+            raise ValueError(f"request_id {request_id!r} is already running")
+        tokens = self.check_request(prompt_token_ids, params)
+        self._command(Add.of(request_id, tokens, params))
+        self._expected[request_id] = _Expected(self._num_sent + 1, set(range(params.n)))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request, or one completion. To be sent by the next `flush`; nothing more comes
+        of it from now on. Idempotent."""
+        expected = self._expected.get(request_id)
+        if expected is None or not (index is None or index in expected.indices):
+            return
+        self._command(Abort(request_id, index))
+        if index is None:
+            del self._expected[request_id]
+        else:
+            self._end(request_id, index)
+
+    def listen(self, on: bool) -> None:
+        """Have step records sent, or not. To be sent by the next `flush`."""
+        self._command(Listen(on))
+
+    def flush(self) -> bool:
+        """Send what there is to send, in one frame. False if there is no room for it now."""
+        if self._pending and self.is_alive:
+            if not self.transport.endpoint.send(encode_commands(self._pending)):
+                return False
+            self._num_sent += 1
+            self._pending.clear()
+        return True
+
+    def receive(self) -> Progress | None:
+        """What has come, frame by frame, without what nobody expects; None: nothing is there."""
+        while self.is_alive and (frame := self.transport.endpoint.receive()) is not None:
+            match decode_event(frame):
+                case Hello():
+                    self.transport.connected()
+                    self.flush()  # Start: a socket without a peer takes nothing
+                case Ready(info, stats):
+                    self.info, self.stats = info, stats
+                case Progress() as progress:
+                    return self._expected_of(progress)
+        return None
+
+    def listen_for_end(self) -> None:
+        """Call when the lifeline has something to say: sets `error` if the engine has ended."""
+        while self.is_alive:
+            try:
+                data = self.transport.lifeline.recv(4096)
+            except BlockingIOError:
+                return
+            except OSError:  # reset by its end
+                data = b""
+            if data:
+                self._last_words += data
+            else:
+                self._has_ended(self.transport.close())
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until there may be something to receive, or the engine has ended; in seconds."""
+        if self.is_alive and self.transport.wait(timeout):
+            self.listen_for_end()
+
+    def wait_until_ready(self) -> EngineInfo:
+        """Raises what the engine's start raised: ValueError, OSError or EngineDeadError. Whatever
+        is raised, Ctrl-C included, the engine is gone."""
+        try:
+            while self.info is None:
+                self.receive()
+                if self.error is not None:
+                    raise self.error
+                if self.info is None:
+                    self.wait()
+        except BaseException:
+            self.close(0)
+            raise
+        return self.info
+
+    @property
+    def ready_info(self) -> EngineInfo:
+        assert self.info is not None, "the engine is not ready"
+        return self.info
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError with what is known of the end."""
+        if self.error is not None:
+            # A new one each time: the same one would collect the tracebacks of all who ask.
+            raise EngineDeadError(str(self.error))
+
+    def close(self, timeout: float = END_SECONDS) -> None:
+        """Tell the engine to end and wait until it has; by force after `timeout` seconds.
+        Idempotent."""
+        if self.error is None:
+            self._pending.clear()
+            self._command(Stop())
+            self.flush()
+            self._has_ended(None)
+        self.transport.close(timeout)
+
+    def _command(self, command: Command) -> None:
+        self._pending.append(encode(command))
+
+    def _expected_of(self, progress: Progress) -> Progress:
+        if progress.stats is not None:
+            self.stats = progress.stats
+        expected, taken = self._expected, progress.taken
+        outputs: list[StepOutput] = []
+        for output in progress.outputs:
+            request = expected.get(output.request_id)
+            if request is None or taken < request.frame or output.index not in request.indices:
+                continue
+            if output.finish_reason is not None:
+                self._end(output.request_id, output.index)
+            outputs.append(output)
+        progress.outputs = outputs
+        refused: list[Refused] = []
+        for one in progress.refused:
+            request = expected.get(one.request_id)
+            if request is not None and taken >= request.frame:
+                del expected[one.request_id]
+                refused.append(one)
+        progress.refused = refused
+        return progress
+
+    def _end(self, request_id: str, index: int) -> None:
+        indices = self._expected[request_id].indices
+        indices.discard(index)
+        if not indices:
+            del self._expected[request_id]
+
+    def _has_ended(self, how: str | None) -> None:
+        """`how`: in words; None if it was told to."""
+        if how is None:
+            self.error = EngineDeadError("the engine is closed")
+        elif not self._last_words:
+            self.error = EngineDeadError(how)
+        else:
+            failure = decode_failure(self._last_words)
+            if self.info is None and failure.kind in (ValueError.__name__, OSError.__name__):
+                kind = ValueError if failure.kind == ValueError.__name__ else OSError
+                self.error = kind(failure.message)
+            else:
+                reason = f"{failure.kind}: {failure.message}"
+                self.error = EngineDeadError(f"the engine failed: {reason}")
+        self._expected.clear()

@@ -1,0 +1,236 @@
+"""The engine's own process: takes what has come between two steps, steps, sends what came out.
+
+python -m steps.03_online.engine_process ADDRESS MODULE:FUNCTION      (started by transport.py)
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from shared.engine.protocol import Engine
+from shared.outputs import StepOutput
+from shared.sampling_params import SamplingParams
+
+from .messages import (
+    Abort,
+    Add,
+    EngineInfo,
+    Event,
+    Failure,
+    Hello,
+    Listen,
+    Merged,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Stop,
+    decode_commands,
+    encode,
+)
+from .transport import MAX_COMMANDS_IN_FLIGHT, MAX_EVENTS_IN_FLIGHT, Endpoint
+
+logger = logging.getLogger(__name__)
+
+# Between two snapshots while the engine is busy.
+STATS_SECONDS = 0.05
+# The last words must fit the lifeline's buffer, for nobody may be reading it.
+MAX_LAST_WORDS = 8_000
+EXIT_FAILED = 1
+EXIT_ORPHANED = 3
+
+
+class EngineLoop:
+    """An engine and the front end that it serves. Only this loop touches the engine."""
+
+    def __init__(self, engine: Engine, endpoint: Endpoint, lifeline: socket.socket) -> None:
+        self._engine = engine
+        self._endpoint = endpoint
+        self._lifeline = lifeline
+        self._taken = 1  # the frame with Start
+        self._unsent = Merged()
+        self._refused: list[Refused] = []
+        self._next_stats = 0.0
+
+    def run(self) -> None:
+        """Until the front end says stop or is gone. Raises what a step raises: then the engine
+        cannot go on."""
+        engine = self._engine
+        while self._take_commands():
+            outputs = engine.step() if engine.has_unfinished_requests() else []
+            self._send(outputs)
+            if not engine.has_unfinished_requests():
+                is_alone = self._endpoint.wait(self._lifeline, to_send=bool(self._unsent))
+                if is_alone:
+                    return
+
+    def _take_commands(self) -> bool:
+        """All that have come. False when there is nothing left to do."""
+        while (frame := self._endpoint.receive()) is not None:
+            self._taken += 1
+            for command in decode_commands(frame):
+                match command:
+                    case Add():
+                        self._add(command)
+                    case Abort(request_id, index):
+                        self._abort(request_id, index)
+                    case Listen(on):
+                        self._engine.listen(on)
+                    case Stop():
+                        return False
+        return True
+
+    def _add(self, command: Add) -> None:
+        """Refusing is an event like any other: one bad request ends nothing but itself."""
+        try:
+            params = SamplingParams(**command.params)
+            self._engine.add_request(command.request_id, command.tokens(), params)
+        except ValueError as error:
+            self._refused.append(Refused(command.request_id, str(error)))
+
+    def _abort(self, request_id: str, index: int | None) -> None:
+        self._unsent.discard(request_id, index)
+        if index is None:
+            self._engine.abort_request(request_id)
+        else:
+            self._engine.abort_sequence(request_id, index)
+
+    def _send(self, outputs: list[StepOutput]) -> None:
+        """What there is, if there is room; if not, it waits, merged, and so does the rest."""
+        if not self._endpoint.can_send:
+            self._unsent.add(outputs)
+            return
+        if self._unsent:
+            self._unsent.add(outputs)
+            outputs = self._unsent.take()
+        progress = Progress(self._taken, outputs, self._refused)
+        now = time.perf_counter()
+        if now >= self._next_stats or not self._engine.has_unfinished_requests():
+            self._next_stats = now + STATS_SECONDS
+            progress.stats = self._engine.stats()
+            progress.records = self._engine.take_step_records()
+        elif not (outputs or self._refused):
+            return
+        if self._endpoint.send(encode(progress)):
+            self._refused = []
+        else:
+            self._unsent.add(outputs)
+
+
+def serve(endpoint: Endpoint, lifeline: socket.socket, build: Callable[[Start], Engine]) -> bool:
+    """A whole life of an engine. False if it failed; its last words then went to the lifeline."""
+    engine: Engine | None = None
+    try:
+        _send(endpoint, Hello())
+        start = _receive_start(endpoint, lifeline)
+        if start is None:
+            return True
+        engine = build(start)
+        _send(endpoint, Ready(describe(engine, start.stage), engine.stats()))
+        EngineLoop(engine, endpoint, lifeline).run()
+    except Exception as error:
+        if engine is not None:
+            logger.exception("the engine cannot go on")
+        _say_last_words(lifeline, error)
+        return False
+    engine.close()
+    return True
+
+
+def describe(engine: Engine, stage: str) -> EngineInfo:
+    return EngineInfo(
+        stage=stage,
+        description=engine.describe(),
+        limits=engine.limits,
+        cuts_prompts=engine.cuts_prompts,
+        eos_token_ids=engine.eos_token_ids,
+        pid=os.getpid(),
+    )
+
+
+def _receive_start(endpoint: Endpoint, lifeline: socket.socket) -> Start | None:
+    """None if the front end has changed its mind."""
+    while (frame := endpoint.receive()) is None:
+        if endpoint.wait(lifeline):
+            return None
+    (command,) = decode_commands(frame)
+    return command if isinstance(command, Start) else None
+
+
+def _send(endpoint: Endpoint, event: Event) -> None:
+    sent = endpoint.send(encode(event))
+    assert sent, "nothing else is under way yet"
+
+
+def _say_last_words(lifeline: socket.socket, error: Exception) -> None:
+    kinds = [kind.__name__ for kind in (ValueError, OSError) if isinstance(error, kind)]
+    kind = kinds[0] if kinds else type(error).__name__
+    message = str(error).encode(errors="replace")[:MAX_LAST_WORDS].decode(errors="ignore")
+    try:
+        lifeline.sendall(encode(Failure(kind, message)))
+    except OSError:
+        logger.warning("the front end is gone")
+
+
+def _watch_parent(lifeline: socket.socket, directory: Path) -> None:
+    """Ends this process when the front end has ended, whatever the engine is doing just now.
+
+    What it would still compute is for nobody, and memory on a GPU is for whoever comes next.
+    """
+    while lifeline.recv(4096):
+        pass
+    shutil.rmtree(directory, ignore_errors=True)  # there only while the two were not connected yet
+    os._exit(EXIT_ORPHANED)
+
+
+def _take_lifeline() -> socket.socket:
+    """It came as stdin, which everything that this process starts would inherit, and keep open."""
+    lifeline = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return lifeline
+
+
+def main() -> int:
+    address, build_name = sys.argv[1:]
+    # Whoever is asked to end is the front end; it lets requests finish and then says stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline = _take_lifeline()
+    directory = Path(address.removeprefix("ipc://")).parent
+    threading.Thread(target=_watch_parent, args=(lifeline, directory), daemon=True).start()
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s [engine] %(message)s",
+    )
+    module, _, function = build_name.partition(":")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = Endpoint(context, MAX_EVENTS_IN_FLIGHT, MAX_COMMANDS_IN_FLIGHT)
+    endpoint.connect(address)
+
+    def build(start: Start) -> Engine:
+        logging.getLogger().setLevel(start.log_level)
+        engine: Engine = getattr(importlib.import_module(module), function)(start.options)
+        return engine
+
+    is_well = serve(endpoint, lifeline, build)
+    endpoint.close()
+    context.term()
+    return 0 if is_well else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
