@@ -15,6 +15,8 @@
     {{ models }}                      sizes of the models in shared/models/configs
     {{ memory }}                      weights, activations, graphs and pool of every GPU result
     {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size
+    {{ small_batch }}                 linear layers of few rows
+    {{ value PATH NAME }}             a constant's value
     {{ lines PATH NAME }}             how many lines that region has
     {{ figure FILE "description" }}   an SVG of docs/images, in the colours of the page
     {{ step_ms TRACE STEP }}          how long a step of a recorded trace took
@@ -82,6 +84,8 @@ class Expander:
             "step_count": lambda name: str(len(traces.read(name))),
             "wait_ms": lambda name: f"{traces.longest_wait(traces.read(name)):.0f}",
             "traces": self.traces,
+            "small_batch": results.small_batch,
+            "value": lambda path, name: sources.constant(path, name),
         }
 
     def expand(self, markdown: str) -> str:
@@ -244,7 +248,7 @@ def plot(kind: str, workload: str) -> str:
         f"{_inline(svg, caption)}\n\n<small>{caption}</small>"
         for caption, svg in plots.of_workload(kind, workload)
     ]
-    return "\n\n".join(parts) or f"`{workload}` has been measured for one stage only so far."
+    return "\n\n".join(parts) or f"No result compares stages on `{workload}` yet."
 
 
 def model_table() -> str:

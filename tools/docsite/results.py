@@ -23,8 +23,10 @@ COLUMNS = {
     "gap_ms.max": ("gap max ms", ",.1f"),
     "prefix_hit_tokens": ("prefix hits", ",.0f"),
 }
+GAP_COLUMNS = ["tokens_per_second", "gap_ms.p50", "gap_ms.p99", "gap_ms.max", "ttft_ms.p50"]
 DEFAULT_COLUMNS = {
-    "decode_gap": ["tokens_per_second", "gap_ms.p50", "gap_ms.p99", "gap_ms.max", "ttft_ms.p50"],
+    "decode_gap": GAP_COLUMNS,
+    "decode_gap_busy": GAP_COLUMNS,
     "shared_prefix": ["tokens_per_second", "ttft_ms.p50", "prefix_hit_tokens"],
     "batch1": ["tokens_per_second", "tpot_ms.p50"],
     "batch8": ["tokens_per_second", "tpot_ms.p50"],
@@ -286,6 +288,33 @@ def kernel_rows(operation: str, shape: str | None = None) -> str:
         parts.append("\n".join([*lines, "", note]))
     if not parts:
         raise ValueError(f"no kernel results for {operation!r} {shape or ''}")
+    return "\n\n".join(parts)
+
+
+def small_batch() -> str:
+    """Linear layers of few rows against the library's product, from small_batch_*.json."""
+    parts = []
+    for path in sorted(RESULTS.rglob("small_batch_*.json")):
+        report = json.loads(path.read_text())
+        gpus = ", ".join(gpu["name"] for gpu in report["hardware"]["gpus"])
+        lines = [
+            "| model | rows | product | floor µs | library µs | here µs |",
+            "|---|---:|---|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {row['model']} | {row['rows']} | {row['operation']} | {row['floor_us']:.1f} | "
+            f"{row['library_us']:.1f} | {row['kernel_us']:.1f} |"
+            for row in report["rows"]
+            if row["rows"] in (1, 8)
+        ]
+        note = (
+            f"<small>{gpus}, bfloat16, weights not in the cache; norms and activation included; "
+            f"1 and 8 rows. `bench/results/{path.relative_to(RESULTS)}`, commit "
+            f"{commit(report)}.</small>"
+        )
+        parts.append("\n".join([*lines, "", note]))
+    if not parts:
+        raise ValueError("no results of linear layers with few rows")
     return "\n\n".join(parts)
 
 
