@@ -2,17 +2,17 @@
 
     python -m bench.decode_profile --model qwen3-0.6b --json bench/results/decode_profile_06b.json
 
-Times are what torch's profiler saw on the GPU over some steady steps. `busy` counts a moment once
-although kernels may overlap (a kernel that starts early waits for the one before it), so the parts
-can add up to more; what is left of the step is the host and the gaps between kernels.
+Times are what torch's profiler saw on the GPU over some steady steps. A kernel may start while the
+one before it still runs, to wait for it: a moment belongs to the kernel that started first. What is
+left of the step is the host and the gaps between kernels.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,13 @@ MICROSECONDS = 1e6
 
 # Part of the step -> words in the names of its kernels; the first that fits takes a kernel.
 PARTS = {
-    "attention": ("paged_decode", "flash_fwd", "flash::"),
+    "attention": ("_decode_attention", "flash_fwd", "flash::"),
     "q/k norm, rotary, KV write": ("qk_norm",),
     "norm": ("rms_norm",),
     "activation": ("silu",),
-    "linear": ("nvjet", "gemm", "splitK", "splitk", "_row_kernel", "_rows_kernel", "cublas"),
     "sampling": ("_split_kernel", "_combine_kernel"),
     "inputs and gathers": ("_gather_rows", "_resolve_step"),
+    "linear": ("nvjet", "gemm", "splitK", "splitk", "_row_kernel", "_rows_kernel", "cublas"),
 }
 OTHER = "copies and the rest"
 
@@ -111,37 +111,26 @@ def floor_bytes(model: ModelConfig, rows: int, context: float) -> dict[str, floa
     return {part: 2.0 * count for part, count in values.items()}
 
 
-def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of the intervals."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
+def shares(intervals: Iterable[tuple[float, float, str]]) -> dict[str, float]:
+    """(begin, end, kernel) -> the time of each kernel, where a moment belongs to the kernel that
+    started first. Their sum is how long any was running."""
+    times: defaultdict[str, float] = defaultdict(float)
+    reached = float("-inf")
+    for begin, end, kernel in sorted(intervals):
+        times[kernel] += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
-    return total
+    return times
 
 
-@dataclass
-class Recording:
-    """What the profiler saw, per step: kernel -> (launches, microseconds)."""
-
-    busy: float = 0.0
-    launches: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    microseconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-
-def record(engine: Any, steps: int) -> Recording:
+def record(engine: Any, steps: int) -> tuple[dict[str, float], Counter[str]]:
+    """Microseconds and launches by kernel, of one step."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    recording, intervals = Recording(), []
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
-            intervals.append((event.time_range.start, event.time_range.end))
-            recording.launches[event.name] += 1 / steps
-            recording.microseconds[event.name] += event.time_range.elapsed_us() / steps
-    recording.busy = busy_time(intervals) / steps
-    return recording
+    seen = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    times = shares((e.time_range.start, e.time_range.end, e.name) for e in seen)
+    return {name: us / steps for name, us in times.items()}, Counter(e.name for e in seen)
 
 
 def profile_decode(
@@ -167,18 +156,18 @@ def profile_decode(
         engine.step()
     torch.cuda.synchronize()
     step = (time.perf_counter() - begin) / steps * MICROSECONDS
-    recording = record(engine, steps)
+    microseconds, launches = record(engine, steps)
     for row in range(rows):
         engine.abort_request(f"{rows}.{row}")
     context = prompt + warm_up + 1.5 * steps
     floors = floor_bytes(model, rows, context)
     parts = []
     for part in (*PARTS, OTHER):
-        kernels = {name: us for name, us in recording.microseconds.items() if part_of(name) == part}
-        launches = sum(recording.launches[name] for name in kernels)
+        kernels = {name: us for name, us in microseconds.items() if part_of(name) == part}
+        count = sum(launches[name] for name in kernels) / steps
         floor = floors[part] / bandwidth * MICROSECONDS
-        parts.append(PartTime(part, launches, sum(kernels.values()), floor, kernels))
-    return StepProfile(rows, context, step, recording.busy, parts)
+        parts.append(PartTime(part, count, sum(kernels.values()), floor, kernels))
+    return StepProfile(rows, context, step, sum(microseconds.values()), parts)
 
 
 def show(result: StepProfile) -> None:

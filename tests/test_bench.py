@@ -840,8 +840,10 @@ def test_without_nvml_there_is_no_gpu_use() -> None:
 
 
 def test_overlapping_kernels_keep_the_gpu_busy_once() -> None:
-    assert decode_profile.busy_time([(5, 7), (0, 3), (1, 2), (2, 4)]) == 6
-    assert decode_profile.busy_time([]) == 0
+    intervals = [(5, 7, "late"), (0, 3, "first"), (1, 2, "inside"), (2, 4, "waits")]
+    expected = {"first": 3, "inside": 0, "waits": 1, "late": 2}
+    assert decode_profile.shares(intervals) == expected
+    assert decode_profile.shares([]) == {}
 
 
 def test_a_decode_step_reads_at_least_all_weights_and_all_keys() -> None:

@@ -21,7 +21,8 @@ def add_bias(
 
 
 def forbid(work: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
-    work[rows, ids] = -torch.inf
+    # Not work[rows, ids] = -inf: the value would be copied to the device, and waited for.
+    work.view(-1).index_fill_(0, rows * work.shape[1] + ids, -torch.inf)
 
 
 def penalise(
