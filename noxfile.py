@@ -74,8 +74,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_full(session: nox.Session) -> None:
-    """All tests that need no GPU, the slow ones included."""
-    install(session, "dev")
+    """All tests that need no GPU, the slow ones included; those of the site need Chromium."""
+    install(session, "dev", "docs", "browser")
     pytest(session, "-m", "not gpu")
 
 
@@ -108,8 +108,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the site into site/; broken links and pages missing from the nav are errors."""
-    # Only the site's own tools: building it imports nothing of the project, so torch can stay out.
+    """Build the site into site/; a broken link or a source region that is gone is an error."""
+    # Only the site's own tools: building it reads sources and results as text, so torch stays out.
     project = nox.project.load_toml(Path("pyproject.toml"))["project"]
     session.install(*project["optional-dependencies"]["docs"], *CONSTRAINTS)
     # The variable silences Material's notice about its own future, which is not about this site.

@@ -184,15 +184,15 @@ def now() -> str:
 
 
 def git_state(root: Path = ROOT) -> tuple[str | None, bool | None]:
-    """(commit, whether code differs from it). Result files do not make a tree dirty."""
+    """(commit, whether code differs from it), from the variable BABY_VLLM_COMMIT where that is set
+    (a copy of the tree without its repository), else from git. Result files make no tree dirty."""
+    if given := os.environ.get(COMMIT_VARIABLE):
+        return given.removesuffix("-dirty"), given.endswith("-dirty")
     try:
         commit = _git(root, "rev-parse", "HEAD")
         changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)bench/results")
     except (OSError, subprocess.CalledProcessError):
-        given = os.environ.get(COMMIT_VARIABLE)
-        if not given:
-            return None, None
-        return given.removesuffix("-dirty"), given.endswith("-dirty")
+        return None, None
     return commit, bool(changes)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 
 PAPER, INK, FAINT, LINE = "#ffffff", "#222222", "#8a8a8a", "#555555"
-HOST, DEVICE, STORE = "#dcebf7", "#fbe3c4", "#e6e6e6"
 
 
 class Picture:
@@ -39,27 +38,6 @@ class Picture:
             f'fill="{fill}"{weight}>{escape(text)}</text>'
         )
 
-    def box(
-        self, x: float, y: float, width: float, height: float, lines: list[str], fill: str
-    ) -> None:
-        """A box with a title (the first line) and smaller lines below it."""
-        self.rect(x, y, width, height, fill, LINE)
-        top = y + height / 2 - (len(lines) - 1) * 7 + 4
-        for index, line in enumerate(lines):
-            size, fill_text = (12.5, INK) if index == 0 else (10.5, LINE)
-            self.text(
-                x + width / 2, top + 14 * index, line, size=size, fill=fill_text, bold=index == 0
-            )
-
-    def arrow(self, points: list[tuple[float, float]], dashed: bool = False) -> None:
-        """A line through the points, with a head at the last."""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dash = ' stroke-dasharray="4 3"' if dashed else ""
-        self._parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.4"{dash} '
-            'marker-end="url(#head)"/>'
-        )
-
     def line(
         self,
         points: list[tuple[float, float]],
@@ -82,11 +60,6 @@ class Picture:
             f'width="{width:.0f}" height="{height:.0f}" role="img" '
             'font-family="system-ui, sans-serif">'
         )
-        marker = (
-            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-            f'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/>'
-            "</marker></defs>"
-        )
         paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
-        parts = [head, f"<title>{escape(title)}</title>", marker, paper, *self._parts, "</svg>", ""]
+        parts = [head, f"<title>{escape(title)}</title>", paper, *self._parts, "</svg>", ""]
         return "\n".join(parts)

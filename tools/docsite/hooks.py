@@ -41,10 +41,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         raise PluginError(str(error)) from error
 
 
+# The theme's `offline` plugin names a script on a content network; a copy lies in assets.
+ELSEWHERE, WORKER = "https://unpkg.com/iframe-worker/shim", "assets/iframe-worker.js"
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The theme's `offline` plugin names a script on a content network; ours lies in assets."""
-    ours = get_relative_url("assets/iframe-worker.js", page.url)
-    return output.replace("https://unpkg.com/iframe-worker/shim", ours)
+    return output.replace(ELSEWHERE, get_relative_url(WORKER, page.url))
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    return output_content.replace(ELSEWHERE, f"/{WORKER}")  # 404.html is shown at any address
 
 
 def source_page(path: str) -> str:

@@ -6,6 +6,7 @@
     {{ changed STAGE }}               files, lines, folded differences, what is reused unchanged
     {{ results STAGE WORKLOAD,... against=STAGE,... without=FILE,... }}
     {{ ladder WORKLOAD,... }}         newest row of every stage
+    {{ plot gaps|throughput WORKLOAD }}
     {{ sweep FILE OPTION METRIC,... }}
     {{ number FILE STAGE WORKLOAD METRIC FORMAT option=value ... }}
     {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT }}
@@ -14,6 +15,8 @@
     {{ models }}                      sizes of the models in shared/models/configs
     {{ memory }}                      weights, activations, graphs and pool of every GPU result
     {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size
+    {{ small_batch }}                 linear layers of few rows
+    {{ value PATH NAME }}             a constant's value
     {{ lines PATH NAME }}             how many lines that region has
     {{ figure FILE "description" }}   an SVG of docs/images, in the colours of the page
     {{ step_ms TRACE STEP }}          how long a step of a recorded trace took
@@ -38,7 +41,7 @@ from typing import Any
 
 from mkdocs.utils import get_relative_url
 
-from tools.docsite import ROOT, changes, results, roofline, sources, traces
+from tools.docsite import ROOT, changes, plots, results, roofline, sources, traces
 from tools.docsite.sources import Region
 
 MACRO = re.compile(r"\{\{ (\w+)( [^{}\n]*?)? \}\}")
@@ -46,7 +49,6 @@ FENCE = re.compile(r"^```(sourcemap|reading)\n(.*?)^```$", re.MULTILINE | re.DOT
 # Colours that tools/svg.py and its users draw with -> the page's variable for them.
 FIGURE_COLOURS = {
     "#ffffff": "paper", "#222222": "ink", "#8a8a8a": "faint", "#555555": "line",
-    "#dcebf7": "host", "#fbe3c4": "device", "#e6e6e6": "store",
 }  # fmt: skip
 
 
@@ -74,6 +76,7 @@ class Expander:
             "figure": self.figure,
             "memory": results.memory,
             "models": model_table,
+            "plot": plot,
             "roofline": self.roofline,
             "step_ms": lambda name, step: (
                 f"{traces.milliseconds(traces.read(name)[int(step)]):.0f}"
@@ -81,6 +84,8 @@ class Expander:
             "step_count": lambda name: str(len(traces.read(name))),
             "wait_ms": lambda name: f"{traces.longest_wait(traces.read(name)):.0f}",
             "traces": self.traces,
+            "small_batch": results.small_batch,
+            "value": lambda path, name: sources.constant(path, name),
         }
 
     def expand(self, markdown: str) -> str:
@@ -186,7 +191,7 @@ class Expander:
             old = "new" if change.lines_before is None else str(change.lines_before)
             new = "gone" if change.lines is None else str(change.lines)
             lines.append(f"| {label} | {old} | {new} | +{change.added} | -{change.removed} |")
-            title = f"{change.name}: +{change.added} -{change.removed}"
+            title = f"`{change.name}`: +{change.added} -{change.removed}"
             folded.append(f'??? quote "{title}"\n\n' + _indented(f"``` diff\n{change.diff}\n```"))
         added, removed = sum(c.added for c in found), sum(c.removed for c in found)
         lines.append(f"| together | | | +{added} | -{removed} |")
@@ -214,12 +219,12 @@ class Expander:
         )
 
     def figure(self, name: str, description: str) -> str:
-        return _inline(name, (ROOT / "docs" / "images" / name).read_text(), description)
+        return _inline((ROOT / "docs" / "images" / name).read_text(), description)
 
     def roofline(self, model: str, context: str) -> str:
         svg = roofline.picture(model, context)
         description = f"Floor of a decode step of {model} by batch size"
-        figure = _inline(f"roofline-{model}", svg, description)
+        figure = _inline(svg, description)
         return f"{roofline.section(model, context)}\n\n{figure}"
 
     def traces(self) -> str:
@@ -228,12 +233,22 @@ class Expander:
             # "</" would end the script element.
             text = path.read_text().replace("</", "<\\/")
             parts.append(
+                f'<a id="{path.stem}"></a>'
                 f'<script type="application/jsonl" class="recorded-trace" data-name="{path.stem}">'
                 f"\n{text}</script>"
             )
         if not parts:
             raise ValueError("there are no recorded traces")
         return "\n".join(parts)
+
+
+def plot(kind: str, workload: str) -> str:
+    """Every context in which at least two stages were measured."""
+    parts = [
+        f"{_inline(svg, caption)}\n\n<small>{caption}</small>"
+        for caption, svg in plots.of_workload(kind, workload)
+    ]
+    return "\n\n".join(parts) or f"No result compares stages on `{workload}` yet."
 
 
 def model_table() -> str:
@@ -268,14 +283,11 @@ def _num_parameters(config: dict[str, Any]) -> int:
     return config["num_hidden_layers"] * (matrices + norms) + embeddings + hidden
 
 
-def _inline(name: str, svg: str, description: str) -> str:
+def _inline(svg: str, description: str) -> str:
     """An SVG as a part of the page, in the page's colours."""
     for colour, variable in FIGURE_COLOURS.items():
         svg = svg.replace(f'"{colour}"', f'"var(--figure-{variable}, {colour})"')
     svg = svg.replace("<svg ", f'<svg aria-label="{html.escape(description)}" ', 1)
-    # Markers are found by id, and a page may hold several figures.
-    marker = "head-" + re.sub(r"\W", "-", name)
-    svg = svg.replace('id="head"', f'id="{marker}"').replace("url(#head)", f"url(#{marker})")
     return f'<figure class="svg">{"".join(svg.splitlines())}</figure>'
 
 

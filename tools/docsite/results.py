@@ -23,8 +23,10 @@ COLUMNS = {
     "gap_ms.max": ("gap max ms", ",.1f"),
     "prefix_hit_tokens": ("prefix hits", ",.0f"),
 }
+GAP_COLUMNS = ["tokens_per_second", "gap_ms.p50", "gap_ms.p99", "gap_ms.max", "ttft_ms.p50"]
 DEFAULT_COLUMNS = {
-    "decode_gap": ["tokens_per_second", "gap_ms.p50", "gap_ms.p99", "gap_ms.max", "ttft_ms.p50"],
+    "decode_gap": GAP_COLUMNS,
+    "decode_gap_busy": GAP_COLUMNS,
     "shared_prefix": ["tokens_per_second", "ttft_ms.p50", "prefix_hit_tokens"],
     "batch1": ["tokens_per_second", "tpot_ms.p50"],
     "batch8": ["tokens_per_second", "tpot_ms.p50"],
@@ -159,26 +161,34 @@ def stage_tables(
     return "\n\n".join(parts)
 
 
-def ladder(workloads: Sequence[str]) -> str:
-    """The newest row of every stage, for every context that has more than one stage or a GPU."""
-    groups: dict[tuple[str, ...], dict[str, tuple[Row, str]]] = {}
+Newest = dict[str, tuple[Row, str]]  # stage -> its newest row, and the file
+
+
+def newest_rows(workloads: Sequence[str]) -> list[tuple[tuple[str, ...], Newest]]:
+    """Per context, in the order of the workloads. A file that compares several stages says more
+    than a newer one of a single stage."""
+    groups: dict[tuple[str, ...], Newest] = {}
     for name in files():
+        num_stages = len({row["stage"] for row in rows_of(name)})
         for row in rows_of(name):
-            if row["workload"]["name"] in workloads and row["medians"]:
-                newest = groups.setdefault(context(row), {})
-                kept = newest.get(row["stage"])
-                # A file that compares several stages says more than one of a single stage.
-                rank = (len({r["stage"] for r in rows_of(name)}), row.get("created", ""))
-                if kept is None or rank >= (
-                    len({r["stage"] for r in rows_of(kept[1])}),
-                    kept[0].get("created", ""),
-                ):
-                    newest[row["stage"]] = (row, name)
-    ordered = sorted(
+            if row["workload"]["name"] not in workloads or not row["medians"]:
+                continue
+            newest = groups.setdefault(context(row), {})
+            kept = newest.get(row["stage"])
+            if kept is not None:
+                of_kept = len({r["stage"] for r in rows_of(kept[1])})
+                if (of_kept, kept[0].get("created", "")) > (num_stages, row.get("created", "")):
+                    continue
+            newest[row["stage"]] = (row, name)
+    return sorted(
         groups.items(), key=lambda item: (workloads.index(item[0][0].split(",")[0]), item[0])
     )
+
+
+def ladder(workloads: Sequence[str]) -> str:
+    """The newest row of every stage, for every context that has more than one stage or a GPU."""
     parts = []
-    for key, newest in ordered:
+    for key, newest in newest_rows(workloads):
         rows = [newest[stage][0] for stage in sorted(newest)]
         names = ", ".join(dict.fromkeys(newest[stage][1] for stage in sorted(newest)))
         metrics = DEFAULT_COLUMNS.get(rows[0]["workload"]["name"], OTHER_COLUMNS)
@@ -278,6 +288,33 @@ def kernel_rows(operation: str, shape: str | None = None) -> str:
         parts.append("\n".join([*lines, "", note]))
     if not parts:
         raise ValueError(f"no kernel results for {operation!r} {shape or ''}")
+    return "\n\n".join(parts)
+
+
+def small_batch() -> str:
+    """Linear layers of few rows against the library's product, from small_batch_*.json."""
+    parts = []
+    for path in sorted(RESULTS.rglob("small_batch_*.json")):
+        report = json.loads(path.read_text())
+        gpus = ", ".join(gpu["name"] for gpu in report["hardware"]["gpus"])
+        lines = [
+            "| model | rows | product | floor µs | library µs | here µs |",
+            "|---|---:|---|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {row['model']} | {row['rows']} | {row['operation']} | {row['floor_us']:.1f} | "
+            f"{row['library_us']:.1f} | {row['kernel_us']:.1f} |"
+            for row in report["rows"]
+            if row["rows"] in (1, 8)
+        ]
+        note = (
+            f"<small>{gpus}, bfloat16, weights not in the cache; norms and activation included; "
+            f"1 and 8 rows. `bench/results/{path.relative_to(RESULTS)}`, commit "
+            f"{commit(report)}.</small>"
+        )
+        parts.append("\n".join([*lines, "", note]))
+    if not parts:
+        raise ValueError("no results of linear layers with few rows")
     return "\n\n".join(parts)
 
 

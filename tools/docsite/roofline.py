@@ -88,8 +88,9 @@ def section(model: str, context: str) -> str:
     lines += [
         "",
         (
-            f"<small>Computed, not measured: bytes over {report['copy_gb_per_second']:,.0f} GB/s and "
-            f"FLOPs over {report['matmul_tflop_per_second']:,.0f} TFLOP/s, the rates of "
+            "<small>Computed, not measured: bytes over "
+            f"{report['copy_gb_per_second']:,.0f} GB/s and FLOPs over "
+            f"{report['matmul_tflop_per_second']:,.0f} TFLOP/s, the rates of "
             f"`bench/results/{RATES}` ({report['hardware']['gpus'][0]['name']}).</small>"
         ),
     ]

@@ -112,3 +112,11 @@ def parse_spot(spot: str) -> Region:
     """`path#Name` or `path`."""
     path, _, name = spot.partition("#")
     return region(path, name)
+
+
+def constant(path: str, name: str) -> str:
+    """The value of a module's constant, as it is written."""
+    node = ast.parse(region(path, name).text).body[0]
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        raise ValueError(f"{path}: {name} is no constant")
+    return ast.unparse(node.value)
