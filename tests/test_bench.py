@@ -602,6 +602,7 @@ def test_commit_is_told_by_git_or_by_the_environment(
         who = ("-c", "user.name=n", "-c", "user.email=e@example.org")
         subprocess.run(["git", "-C", str(tmp_path), *who, *args], check=True, capture_output=True)
 
+    monkeypatch.delenv(result.COMMIT_VARIABLE)
     git("init")
     (tmp_path / "code.py").write_text("")
     git("add", ".")

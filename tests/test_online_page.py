@@ -264,8 +264,10 @@ def test_grid_is_the_block_tables(stage: str, caching: bool) -> None:
     """With shared prefixes, several completions and preemptions, after every look."""
     draw = random.Random(0)
     engine = fake_engine(stage, num_blocks=40, enable_prefix_caching=caching)
-    manager = engine.block_manager
-    manager.events = []  # as if somebody had looked from the beginning
+    for number in range(3):  # before anybody looks
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        engine.add_request(f"before{number}", prompt_of(40, number % 2), params)
+        engine.step()
     engine.listen(True)
     scene = live.Scene(40, caching)
     num_cached = num_preempted = num_shared = 0

@@ -155,8 +155,17 @@ class StepRecorder:
                 decodes.append(sequence.name)
             else:
                 prefills.append((sequence.name, start, length))
-        events, manager.events = manager.events or [], []
-        hits = Counter(name for _, event, name in events if event == "hit")
+        hits: Counter[str] = Counter()
+        if manager.events is None:  # somebody has just begun to listen: tell what is held already
+            events: list[BlockEvent] = [
+                (block, "hit", s.name)
+                for s in queues.running
+                for block in manager.table.blocks_of(s.slot)
+            ]
+        else:
+            events = manager.events
+            hits.update(name for _, event, name in events if event == "hit")
+        manager.events = []
         schedule_ms, forward_ms, wait_ms = clock.milliseconds()
         return StepRecord(
             step=self._step,
