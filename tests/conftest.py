@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from functools import cache
 
@@ -17,6 +18,9 @@ from tests.reference import Reference, make_checkpoint  # noqa: E402
 
 # The models here are so small that threads only wait for one another.
 torch.set_num_threads(1)
+
+# A job that a script has put into the background ignores Ctrl-C, and so would all it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: timings on shared machines say nothing. CI draws the same examples every time.
 settings.register_profile(
