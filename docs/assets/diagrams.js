@@ -48,7 +48,10 @@
       darkMode: dark,
       fontFamily: "system-ui, sans-serif",
       themeVariables: { ...(dark ? DARK : LIGHT), fontSize: "13px" },
-      flowchart: { curve: "basis", padding: 8, nodeSpacing: 22, rankSpacing: 30 },
+      flowchart: {
+        curve: "basis", padding: 8, nodeSpacing: 22, rankSpacing: 30,
+        subGraphTitleMargin: { top: 2, bottom: 12 },
+      },
       sequence: { mirrorActors: false, messageMargin: 26, boxMargin: 6, actorMargin: 40, width: 130 },
     });
     for (const [index, { figure, source }] of figures.entries()) {

@@ -26,12 +26,14 @@ def stages() -> list[str]:
 
 
 def before(stage: str) -> str | None:
-    """The stage before; None for the first. Raises ValueError for an unknown one."""
+    """The stage it is compared with: the one before; None for the first, and for one without a
+    scheduler, which wraps any of the others. Raises ValueError for an unknown one."""
     known = stages()
     if stage not in known:
         raise ValueError(f"no stage {stage!r}; there are: {', '.join(known)}")
     index = known.index(stage)
-    return known[index - 1] if index else None
+    has_scheduler = "scheduler.py" in files_of(stage)
+    return known[index - 1] if index and has_scheduler else None
 
 
 def files_of(stage: str) -> list[str]:

@@ -9,13 +9,14 @@
     {{ plot gaps|throughput WORKLOAD }}
     {{ sweep FILE OPTION METRIC,... }}
     {{ number FILE STAGE WORKLOAD METRIC FORMAT option=value ... }}
-    {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT }}
+    {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT option=value ... }}
     {{ kernels OPERATION }}           all measured shapes of a kernel
     {{ kernel_row OPERATION SHAPE }}  one of them
     {{ models }}                      sizes of the models in shared/models/configs
     {{ memory }}                      weights, activations, graphs and pool of every GPU result
     {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size
     {{ small_batch }}                 linear layers of few rows
+    {{ decode_profile }}              where the time of a decode step goes
     {{ value PATH NAME }}             a constant's value
     {{ lines PATH NAME }}             how many lines that region has
     {{ figure FILE "description" }}   an SVG of docs/images, in the colours of the page
@@ -85,6 +86,7 @@ class Expander:
             "wait_ms": lambda name: f"{traces.longest_wait(traces.read(name)):.0f}",
             "traces": self.traces,
             "small_batch": results.small_batch,
+            "decode_profile": results.decode_profile,
             "value": lambda path, name: sources.constant(path, name),
         }
 
@@ -165,9 +167,11 @@ class Expander:
         if before is None:
             lines = ["| file | lines | |", "|---|---:|---|"]
             for change in found:
-                region = sources.region(f"steps/{stage}/{change.name}")
-                link = self.link(region, f"steps/{stage}/{change.name}")
-                lines.append(f"| {link} | {region.num_lines} | {sources.summary(region.path)} |")
+                path = f"steps/{stage}/{change.name}"
+                # Only Python files have a page of their own.
+                link = self.link(sources.region(path), path) if path.endswith(".py") else path
+                lines.append(f"| {link} | {change.lines} | {sources.summary(path)} |")
+            lines.append(f"| together | {sum(c.lines or 0 for c in found):,} | |")
             text = "\n".join(lines)
         else:
             text = self._differences(stage, before, [c for c in found if c.added or c.removed])

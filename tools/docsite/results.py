@@ -222,10 +222,12 @@ def number(name: str, stage: str, workload: str, metric: str, form: str, **wante
     return format(row["medians"][metric], form)
 
 
-def ratio(name: str, stage: str, other: str, workload: str, metric: str, form: str) -> str:
+def ratio(
+    name: str, stage: str, other: str, workload: str, metric: str, form: str, **wanted: str
+) -> str:
     """`metric` of a stage over that of another."""
-    mine = _find(name, stage, workload, {})["medians"][metric]
-    return format(mine / _find(name, other, workload, {})["medians"][metric], form)
+    mine = _find(name, stage, workload, wanted)["medians"][metric]
+    return format(mine / _find(name, other, workload, wanted)["medians"][metric], form)
 
 
 def sweep(name: str, option: str, metrics: Sequence[str]) -> str:
@@ -316,6 +318,42 @@ def small_batch() -> str:
     if not parts:
         raise ValueError("no results of linear layers with few rows")
     return "\n\n".join(parts)
+
+
+def decode_profile() -> str:
+    """Where the time of a decode step goes, from decode_profile_*.json: a table per model."""
+    parts = []
+    for path in sorted(RESULTS.rglob("decode_profile_*.json")):
+        report = json.loads(path.read_text())
+        steps, config = report["steps"], report["config"]
+        heads = [f"{step['rows']} x {step['context']:,.0f} tokens" for step in steps]
+        lines = [
+            "| " + " | ".join([f"{config['model']}, µs", *heads]) + " |",
+            "|---|" + "---:|" * len(steps),
+        ]
+        for same in zip(*(step["parts"] for step in steps), strict=True):
+            cells = [f"{part['microseconds']:,.0f} ({part['floor']:,.0f})" for part in same]
+            lines.append("| " + " | ".join([same[0]["part"], *cells]) + " |")
+        for name, cells in (
+            ("the GPU is busy", [f"{step['busy']:,.0f}" for step in steps]),
+            ("gaps and host", [f"{step['step'] - step['busy']:,.0f}" for step in steps]),
+            ("the step", [_whole_step(step) for step in steps]),
+        ):
+            lines.append("| " + " | ".join([name, *cells]) + " |")
+        note = (
+            f"<small>{config['device_name']}, {config['dtype']}; in brackets the bytes that must "
+            f"be read and written at {report['copy_gb_per_second']:,.0f} GB/s, a copy's rate. "
+            f"`bench/results/{path.relative_to(RESULTS)}`, commit {commit(report)}.</small>"
+        )
+        parts.append("\n".join([*lines, "", note]))
+    if not parts:
+        raise ValueError("no decode profile")
+    return "\n\n".join(parts)
+
+
+def _whole_step(step: Row) -> str:
+    floor = sum(part["floor"] for part in step["parts"])
+    return f"{step['step']:,.0f} ({floor:,.0f})"
 
 
 def memory() -> str:

@@ -101,7 +101,9 @@ def region(path: str, name: str = "") -> Region:
 
 
 def summary(path: str) -> str:
-    """The first sentence of a module's docstring."""
+    """The first sentence of a module's docstring; empty for what is no Python."""
+    if not path.endswith(".py"):
+        return ""
     text = " ".join((ast.get_docstring(ast.parse(read(path))) or "").split())
     end = text.find(". ")
     text = text if end < 0 else text[: end + 1]
