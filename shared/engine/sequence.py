@@ -44,9 +44,8 @@ class Sequence:
         self.last_registered = 0
         # Prompt tokens found in the cache when the sequence was first admitted.
         self.num_cached_tokens: int | None = None
-        # Filled chunk by chunk, for the first completion of a request. None once handed out, so
-        # that a recomputation does not repeat it.
-        wanted = params.prompt_logprobs is not None and index == 0
+        # Filled chunk by chunk. None once handed out, so that a recomputation does not repeat it.
+        wanted = params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wanted else None
         self._table: SlotTable | None = None
         self._token_ids = prompt_token_ids

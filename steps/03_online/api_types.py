@@ -24,6 +24,13 @@ from shared.prompts import as_token_ids, split_prompts
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
+# Bounds of lists. What is beyond them is refused before it is looked at: checking a million wrong
+# entries, one error each, would keep every stream waiting.
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096  # and parts of one
+MAX_STOPS = 128
+MAX_BIASES = 1024
+
 
 class Only:
     """Annotates a field of OpenAI's of which these values are supported, and null."""
@@ -56,6 +63,8 @@ def _as_parts(value: object) -> object:
 
 
 def _as_prompts(value: object) -> list[str | list[int]]:
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise ValueError(f"at most {MAX_PROMPTS} prompts, got {len(value)}")
     prompts = split_prompts(value)
     if not prompts:
         raise ValueError("there is nothing to continue")
@@ -89,11 +98,12 @@ class GenerationRequest(ApiRequest):
     top_p: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
     """Token ids (as texts, JSON has no others for keys) to what is added to their logits."""
     seed: int | None = None
     stop: Annotated[
-        list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
+        Annotated[list[str], Field(max_length=MAX_STOPS)],
+        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
     ] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -107,7 +117,7 @@ class GenerationRequest(ApiRequest):
     repetition_penalty: Number | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     return_token_ids: bool | None = None
     """Give the token ids of prompt and completion as well as the text."""
 
@@ -163,7 +173,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     """developer is OpenAI's newer name for system."""
     content: Annotated[
-        list[TextPart],
+        Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)],
         BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]),
     ]
 
@@ -177,7 +187,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     """This many most probable tokens in every place; needs logprobs."""
@@ -214,7 +224,7 @@ class TokenizeRequest(ApiRequest):
     """Either a prompt or messages."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages, whose template writes its own."""
     add_generation_prompt: bool | None = None

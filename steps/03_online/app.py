@@ -67,7 +67,7 @@ class ApiOptions:
 
     model_name: str
     api_key: str | None = None
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int = 2 * 2**20
     max_output_tokens: int | None = None
     """Most that a request may ask for; None: max_model_length."""
     allow_origins: tuple[str, ...] = ()

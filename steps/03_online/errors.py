@@ -125,7 +125,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 def _path(loc: Sequence[int | str]) -> str:
     """("body", "messages", 0, "role") -> "messages.0.role"."""
-    return ".".join(map(str, loc[1:] if loc and loc[0] == "body" else loc))
+    parts = loc[1:] if loc and loc[0] == "body" else loc
+    return ".".join(str(part)[:MAX_SHOWN] for part in parts)
 
 
 def _shown(value: object) -> str:

@@ -36,7 +36,7 @@ class ServeOptions:
     """Clients must send it: Authorization: Bearer KEY."""
     served_model_name: str | None = None
     """What clients call the model. Default: --model as given, or "tiny"."""
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int = 2 * 2**20
     """Longer requests are refused (413)."""
     max_queued_requests: int = 1024
     """Most unfinished prompts; further ones are refused (429)."""
