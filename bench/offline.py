@@ -165,17 +165,21 @@ class Driver:
     def _step(self) -> None:
         outputs = self.engine.step()
         now = self.clock()
+        find = self.observed.get
         for output in outputs:
-            observed = self.observed.get(output.request_id)
-            if observed is None:  # a leftover of an earlier run
+            if (observed := find(output.request_id)) is None:  # a leftover of an earlier run
                 continue
-            if output.new_token_ids and not observed.token_times:
+            times = observed.token_times
+            if output.new_token_ids and not times:
                 observed.cached_tokens = output.num_cached_tokens
-            observed.token_times += [now] * len(output.new_token_ids)
+            for _ in output.new_token_ids:
+                times.append(now)
+            if output.finish_reason is None and output.error is None:
+                continue
             if output.error is not None or output.finish_reason == "abort":
                 observed.finished = True
                 observed.failure = output.error or "aborted by the engine"
-            elif output.finish_reason is not None:
+            else:
                 observed.finished = True
                 wanted, got = observed.request.max_tokens, len(observed.token_times)
                 if wanted is not None and got != wanted:

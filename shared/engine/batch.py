@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shared.engine.sequence import Sequence
-from shared.engine.slots import SlotTable
+from shared.engine.slots import SlotTable, slots_of
 from shared.sampling_params import SamplingParams
 
 
@@ -22,6 +22,7 @@ class Schedule:
     sequences: list[Sequence] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
     num_decode_rows: int = 0
+    slots: np.ndarray | None = None  # of the sequences, where they are known already
     preempted: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, num_new_tokens: int) -> None:
@@ -124,7 +125,7 @@ def build_batch(schedule: Schedule, table: SlotTable) -> Batch:
     """Build the arrays and advance the table: from here on the step's tokens count as computed,
     and a row that reaches its last known token counts one more, whose value comes later."""
     num_rows = len(schedule.sequences)
-    slots = np.fromiter((s.slot for s in schedule.sequences), np.int32, num_rows)
+    slots = slots_of(schedule.sequences) if schedule.slots is None else schedule.slots
     starts = table.num_computed_tokens[slots]
     if schedule.num_decode_rows == num_rows:  # most steps: a token is a row
         cu_seqlens_q = np.arange(num_rows + 1, dtype=np.int32)
@@ -136,22 +137,29 @@ def build_batch(schedule: Schedule, table: SlotTable) -> Batch:
         row = np.repeat(np.arange(num_rows, dtype=np.int32), new)
         positions = np.arange(len(row), dtype=np.int32) - (cu_seqlens_q[:-1] - starts)[row]
         token_slots, seq_lens = slots[row], starts + new
-    input_ids = table.token_ids[token_slots, positions]
     # A decoding slot's last token may still be in flight: the device has it, the host not yet.
     decoding = table.decoding[slots]
-    input_ids[cu_seqlens_q[:-1][decoding]] = -1 - slots[decoding]
+    decode_rows = decoding.nonzero()[0]
+    if len(decode_rows) == num_rows:
+        input_ids = (-1 - slots).astype(np.int32)
+    else:
+        input_ids = table.token_ids[token_slots, positions]
+        input_ids[cu_seqlens_q[decode_rows]] = -1 - slots[decode_rows]
     block_size = table.limits.block_size
     blocks = table.block_table[token_slots, positions // block_size]
     slot_mapping = blocks * np.int32(block_size) + positions % block_size
 
     samples = _sample_rows(schedule, table, slots, seq_lens)
-    scored = _scored_chunks(schedule, cu_seqlens_q, starts) if not decoding.all() else []
+    scored = []
+    if len(decode_rows) < num_rows:
+        scored = _scored_chunks(schedule, cu_seqlens_q, starts)
     table.num_computed_tokens[slots] = seq_lens
-    table.num_tokens[samples.slots] += 1
-    table.decoding[samples.slots] = True
+    sampled = slots[samples.rows]
+    table.num_tokens[sampled] = samples.positions + 1
+    table.decoding[sampled] = True
     return Batch(
         num_decode_rows=schedule.num_decode_rows,
-        slots=slots,
+        slots=slots.astype(np.int32),
         owners=table.generation[slots],
         decoding=decoding,
         cu_seqlens_q=cu_seqlens_q,
@@ -170,11 +178,11 @@ def _sample_rows(
 ) -> SampleRows:
     """Rows that reach their last known token and may have one more."""
     known = table.num_tokens[row_slots]
-    rows = np.flatnonzero((seq_lens == known) & (known < table.finish_length[row_slots]))
+    rows = ((seq_lens == known) & (known < table.finish_length[row_slots])).nonzero()[0]
     slots, positions = row_slots[rows], seq_lens[rows]
     samples = SampleRows(
         rows=rows,
-        slots=slots,
+        slots=slots.astype(np.int32),
         positions=positions,
         temperature=table.temperature[slots],
         seeds=table.seed[slots],

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from shared.engine.sequence import Sequence
-from shared.engine.slots import SlotTable
+from shared.engine.slots import SlotTable, slots_of
 
 BlockEvent = tuple[int, Literal["alloc", "hit", "free", "evict"], str]
 
@@ -128,19 +128,28 @@ class BlockManager:
         """Blocks that running sequences with a place for their next token will take within
         `num_steps` steps more. The last token of a sequence needs none: its KV is never read."""
         table = self.table
-        slots = np.fromiter((s.slot for s in decodes), np.int32, len(decodes))
+        slots = slots_of(decodes)
         end = table.num_computed_tokens[slots] + 1 + num_steps
         end = np.minimum(end, table.finish_length[slots] - 1)
         needed = -(-end // self.block_size) - table.num_blocks[slots]
         return int(np.maximum(needed, 0).sum())
 
-    def at_block_end(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those of the running `sequences` whose next token needs a new block."""
-        slots = np.fromiter((s.slot for s in sequences), np.int32, len(sequences))
-        room = (
-            self.table.num_blocks[slots] * self.block_size - self.table.num_computed_tokens[slots]
-        )
-        return [sequences[row] for row in np.flatnonzero(room <= 0).tolist()]
+    def at_block_end(self, sequences: list[Sequence], slots: np.ndarray) -> list[Sequence]:
+        """Those of the running `sequences`, in these slots, whose next token needs a new block."""
+        table = self.table
+        end = table.num_blocks[slots] * self.block_size
+        rows = (end <= table.num_computed_tokens[slots]).nonzero()[0]
+        return [sequences[row] for row in rows.tolist()]
+
+    def allocate_one_each(self, sequences: list[Sequence]) -> bool:
+        """A block for each of these sequences at a block's end. False, with none taken: there are
+        too few."""
+        if len(sequences) > len(self._free):
+            return False
+        if sequences:
+            blocks = [self._take(sequence) for sequence in sequences]
+            self.table.append_block_each(slots_of(sequences), blocks)
+        return True
 
     def allocate(self, sequence: Sequence, num_new_tokens: int) -> None:
         """Take what `num_new_tokens` more tokens need: all blocks or, raising OutOfBlocks, none."""
@@ -164,29 +173,37 @@ class BlockManager:
                 self._record(block, "free", sequence)
         self.table.num_blocks[slot] = 0
 
-    def register(self, sequence: Sequence, num_written: int) -> None:
+    def register(
+        self, sequences: list[Sequence], slots: np.ndarray, num_written: np.ndarray
+    ) -> None:
         """Make blocks that lie wholly below `num_written` findable: their KV has been computed.
+        All three have one entry per sequence.
 
         A block whose content is already registered elsewhere (two sequences computed the same
         prefix in the same step) stays private; the chain goes on from the registered twin.
         """
         if not self.enable_prefix_caching:
             return
-        slot, size = sequence.slot, self.block_size
-        tokens = self.table.token_ids[slot]
-        begin, end = int(self.table.num_registered_blocks[slot]), num_written // size
-        for column in range(begin, end):
-            content = tokens[column * size : (column + 1) * size].tobytes()
-            key = (sequence.last_registered, content)
-            block = self._cached.get(key)
-            if block is None:
-                block = int(self.table.block_table[slot, column])
-                self._last_identity += 1
-                self._cached[key] = block
-                self._keys[block] = key
-                self._identities[block] = self._last_identity
-            sequence.last_registered = self._identities[block]
-        self.table.num_registered_blocks[slot] = end
+        table, size = self.table, self.block_size
+        begins, ends = table.num_registered_blocks[slots], num_written // size
+        rows = (begins < ends).nonzero()[0]
+        if not len(rows):
+            return
+        slots, begins, ends = slots[rows], begins[rows], ends[rows]
+        columns = (rows, slots, begins, ends)
+        for row, slot, begin, end in zip(*(c.tolist() for c in columns), strict=True):
+            sequence = sequences[row]
+            contents = table.token_ids[slot, begin * size : end * size].tobytes()
+            step = size * table.token_ids.itemsize
+            for i, candidate in enumerate(table.block_table[slot, begin:end].tolist()):
+                key = (sequence.last_registered, contents[i * step : (i + 1) * step])
+                block = self._cached.setdefault(key, candidate)
+                if block not in self._identities:
+                    self._last_identity += 1
+                    self._keys[block] = key
+                    self._identities[block] = self._last_identity
+                sequence.last_registered = self._identities[block]
+        table.num_registered_blocks[slots] = ends
 
     def check(self) -> None:
         """Assert that no block is lost, double or miscounted. For tests: reads everything."""

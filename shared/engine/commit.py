@@ -26,45 +26,44 @@ def commit(
 
     A row whose sequence has left its slot while the step was in flight comes to nothing.
     """
-    samples = batch.samples
-    alive = table.generation[batch.slots] == batch.owners
-    kept = alive[samples.rows]
-    table.token_ids[samples.slots[kept], samples.positions[kept]] = result.token_ids[kept]
-    if block_manager.enable_prefix_caching:
-        full = batch.seq_lens // block_manager.block_size
-        more = alive & (full > table.num_registered_blocks[batch.slots])
-        for row in np.flatnonzero(more).tolist():
-            block_manager.register(schedule.sequences[row], int(batch.seq_lens[row]))
+    samples, slots = batch.samples, batch.slots.astype(np.intp)
+    alive = table.generation[slots] == batch.owners
+    kept = alive[samples.rows].nonzero()[0]
+    rows, positions, sampled = samples.rows[kept], samples.positions[kept], result.token_ids[kept]
+    table.token_ids[slots[rows], positions] = sampled
+    block_manager.register(schedule.sequences, slots, batch.seq_lens * alive)
 
-    outputs: dict[int, StepOutput] = {}
-    finished: list[Sequence] = []
-    at_limit = samples.positions + 1 >= table.finish_length[samples.slots]
-    columns = (samples.rows, result.token_ids, at_limit, kept)
-    for sample, (row, token, is_last, is_kept) in enumerate(
-        zip(*(column.tolist() for column in columns), strict=True)
-    ):
-        if not is_kept:
-            continue
-        sequence = schedule.sequences[row]
-        reason: FinishReason | None = None
-        if token in sequence.stop_token_ids:
-            reason = "stop"
-        elif is_last:
-            reason = "length"
-        output = StepOutput(sequence.request_id, sequence.index, [token], finish_reason=reason)
-        if result.logprobs is not None and (logprobs := result.logprobs[sample]) is not None:
-            output.logprobs = [logprobs]
-        if reason is not None:
-            finished.append(sequence)
-        outputs[row] = output
+    tokens, sequences = sampled.tolist(), schedule.sequences
+    if len(rows) < len(sequences):
+        sequences = [sequences[row] for row in rows.tolist()]
+    outputs = [
+        StepOutput(s.request_id, s.index, [token])
+        for s, token in zip(sequences, tokens, strict=True)
+    ]
+    if result.logprobs is not None:
+        for output, sample in zip(outputs, kept.tolist(), strict=True):
+            if (logprobs := result.logprobs[sample]) is not None:
+                output.logprobs = [logprobs]
+
+    at_limit = (positions + 1 >= table.finish_length[slots[rows]]).nonzero()[0]
+    reasons: dict[int, FinishReason] = dict.fromkeys(at_limit.tolist(), "length")
+    if not table.stop_token_ids.isdisjoint(tokens):
+        for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            if token in sequence.stop_token_ids:
+                reasons[i] = "stop"
+    for i, reason in reasons.items():
+        outputs[i].finish_reason = reason
+    finished = [sequences[i] for i in sorted(reasons)]
 
     if not batch.decoding.all():
-        in_prompt = alive & (batch.starts < table.num_prompt_tokens[batch.slots])
-        for row in np.flatnonzero(in_prompt).tolist():
-            _advance_prompt(schedule.sequences[row], row, batch, result, outputs, finished)
+        by_row = dict(zip(rows.tolist(), outputs, strict=True))
+        in_prompt = alive & (batch.starts < table.num_prompt_tokens[slots])
+        for row in in_prompt.nonzero()[0].tolist():
+            _advance_prompt(schedule.sequences[row], row, batch, result, by_row, finished)
+        outputs = list(by_row.values())
     if finished:
         queues.finish(finished)
-    return list(outputs.values())
+    return outputs
 
 
 def _advance_prompt(

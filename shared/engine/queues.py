@@ -11,7 +11,7 @@ import numpy as np
 
 from shared.engine.block_manager import BlockManager
 from shared.engine.sequence import Sequence
-from shared.engine.slots import SlotTable
+from shared.engine.slots import SlotTable, slots_of
 
 
 class Queues:
@@ -19,7 +19,9 @@ class Queues:
         self.table = table
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+        # In order of admission. Replaced, never changed: whoever holds the list may keep it.
+        self.running: list[Sequence] = []
+        self._running_slots: tuple[list[Sequence], np.ndarray] = ([], np.empty(0, np.intp))
         # Counted since the engine started; what a preempted sequence looks up counts again.
         self.num_preemptions = 0
         self.num_queried_tokens = 0
@@ -36,12 +38,20 @@ class Queues:
     def by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         """(decodes, prompts) of the running sequences, each in order of admission. A preempted
         sequence that is computed again is a prompt until it has caught up."""
-        slots = np.fromiter((s.slot for s in self.running), np.int32, len(self.running))
-        decoding = self.table.decoding[slots]
+        decoding = self.table.decoding[self.slots_of(self.running)]
         if decoding.all():
-            return list(self.running), []
+            return self.running, []
         decodes = [self.running[row] for row in np.flatnonzero(decoding).tolist()]
         return decodes, [self.running[row] for row in np.flatnonzero(~decoding).tolist()]
+
+    def slots_of(self, sequences: list[Sequence]) -> np.ndarray:
+        """[len(sequences)]. Those of `running` are looked up once for as long as nobody comes or
+        goes: most steps decode the sequences of the step before."""
+        if sequences is not self.running:
+            return slots_of(sequences)
+        if self._running_slots[0] is not sequences:
+            self._running_slots = sequences, slots_of(sequences)
+        return self._running_slots[1]
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request behind all others."""
@@ -58,14 +68,14 @@ class Queues:
         self.num_hit_tokens += sequence.num_computed_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
-        self.running.append(sequence)
+        self.running = [*self.running, sequence]
         return sequence
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the waiting queue; what was computed is computed again (vLLM's
         "recompute" preemption). Generated tokens stay: the recomputation is a longer prompt."""
         self.num_preemptions += 1
-        self.running.remove(sequence)
+        self.running = [s for s in self.running if s is not sequence]
         self._let_go(sequence)
         self.waiting.appendleft(sequence)
 

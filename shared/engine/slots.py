@@ -69,6 +69,8 @@ class SlotTable:
         # Writes to block_table since the last batch (flat index -> block), for the device's copy.
         # A dict: a cell written twice in one step must reach the device once, with its last value.
         self.block_updates: dict[int, int] = {}
+        # Of all sequences there have been: a step that samples none of these stops nobody.
+        self.stop_token_ids: set[int] = set()
         self._free = list(range(size - 1, -1, -1))
 
     @property
@@ -94,6 +96,7 @@ class SlotTable:
         last = sequence.finish_length
         self.plain_from[slot] = last if plain_after is None else min(len_prompt + plain_after, last)
         self.decoding[slot] = False
+        self.stop_token_ids |= sequence.stop_token_ids
         sequence.enter(self, slot)
 
     def release(self, sequence: Sequence) -> None:
@@ -110,11 +113,27 @@ class SlotTable:
         first = slot * self.block_table.shape[1] + begin
         self.block_updates.update(enumerate(blocks, first))
 
+    def append_block_each(self, slots: np.ndarray, blocks: list[int]) -> None:
+        """One block for each of these different slots."""
+        columns = self.num_blocks[slots]
+        self.block_table[slots, columns] = blocks
+        self.num_blocks[slots] = columns + 1
+        indices = slots * self.block_table.shape[1] + columns
+        self.block_updates.update(zip(indices.tolist(), blocks, strict=True))
+
     def blocks_of(self, slot: int) -> list[int]:
         return self.block_table[slot, : self.num_blocks[slot]].tolist()
 
     def take_block_updates(self) -> np.ndarray:
         """[U, 2] int32 pairs (flat index into block_table, block); forgets them."""
-        updates = np.array(list(self.block_updates.items()), np.int32).reshape(-1, 2)
+        updates = np.empty((len(self.block_updates), 2), np.int32)
+        if self.block_updates:  # most steps of few rows take no block
+            updates[:, 0] = list(self.block_updates)
+            updates[:, 1] = list(self.block_updates.values())
         self.block_updates.clear()
         return updates
+
+
+def slots_of(sequences: list[Sequence]) -> np.ndarray:
+    """[len(sequences)] intp: numpy takes several times as long to index by anything else."""
+    return np.fromiter((s.slot for s in sequences), np.intp, len(sequences))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import numpy as np
 
 from shared.engine.batch import Batch, Schedule
 from shared.engine.block_manager import BlockEvent, BlockManager
@@ -120,7 +121,7 @@ class StepRecorder:
         self.counters.failed_steps += 1
 
     def _count(self, batch: Batch, clock: StepClock, used_graph: bool) -> None:
-        counters, num_decodes = self.counters, int(batch.decoding.sum())
+        counters, num_decodes = self.counters, int(np.count_nonzero(batch.decoding))
         if num_decodes == batch.num_rows:
             counters.decode_steps += 1
         elif num_decodes:

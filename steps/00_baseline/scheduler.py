@@ -54,14 +54,17 @@ class Scheduler:
         """One token for every running sequence. When blocks run out, the newest ones give theirs
         back, so that the oldest always advances."""
         schedule, queues, manager = Schedule(), self.queues, self.block_manager
-        for sequence in manager.at_block_end(queues.running):
-            while sequence.is_running and not manager.can_allocate(sequence, 1):
-                victim = queues.running[-1]
-                queues.preempt(victim)
-                schedule.preempted.append(victim)
-            if sequence.is_running:
-                manager.allocate(sequence, 1)
-        schedule.sequences = list(queues.running)
+        at_end = manager.at_block_end(queues.running, queues.slots_of(queues.running))
+        if not manager.allocate_one_each(at_end):
+            for sequence in at_end:
+                while sequence.is_running and not manager.can_allocate(sequence, 1):
+                    victim = queues.running[-1]
+                    queues.preempt(victim)
+                    schedule.preempted.append(victim)
+                if sequence.is_running:
+                    manager.allocate(sequence, 1)
+        schedule.sequences = queues.running
+        schedule.slots = queues.slots_of(queues.running)
         schedule.num_new_tokens = [1] * len(queues.running)
         schedule.num_decode_rows = len(queues.running)
         return schedule

@@ -43,14 +43,19 @@ class Scheduler:
         that they always fit. When blocks run out, the newest sequences give theirs back, decodes
         or prompts, so that the oldest always advances."""
         queues, manager = self.queues, self.block_manager
-        for sequence in manager.at_block_end(decoding):
-            while sequence.is_running and not manager.can_allocate(sequence, 1):
-                self._preempt(queues.running[-1], schedule)
-            if sequence.is_running:
-                manager.allocate(sequence, 1)
+        slots = queues.slots_of(decoding)
+        at_end = manager.at_block_end(decoding, slots)
+        if not manager.allocate_one_each(at_end):
+            for sequence in at_end:
+                while sequence.is_running and not manager.can_allocate(sequence, 1):
+                    self._preempt(queues.running[-1], schedule)
+                if sequence.is_running:
+                    manager.allocate(sequence, 1)
         if schedule.preempted:
             decoding = [s for s in decoding if s.is_running]
+            slots = queues.slots_of(decoding)
         schedule.sequences = decoding
+        schedule.slots = slots
         schedule.num_new_tokens = [1] * len(schedule.sequences)
         schedule.num_decode_rows = len(schedule.sequences)
 

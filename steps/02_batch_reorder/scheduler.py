@@ -49,6 +49,9 @@ class Scheduler(ChunkedPrefillScheduler):  # type: ignore[misc, valid-type]
     def _combine(self, decodes: Schedule, prefills: Schedule) -> Schedule:
         """Decodes in front, for the decode kernel; chunks behind, for the variable-length one. What
         a row carries is looked up by its slot: its order in the batch changes nothing else."""
+        if not prefills.sequences:
+            decodes.preempted = decodes.preempted + prefills.preempted
+            return decodes
         return Schedule(
             decodes.sequences + prefills.sequences,
             decodes.num_new_tokens + prefills.num_new_tokens,
