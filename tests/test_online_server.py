@@ -591,9 +591,37 @@ def events_of(content: bytes) -> list[Any]:
     return [json.loads(event) for event in events]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_every_completion_has_the_logprobs_of_an_echoed_prompt(
+    http: httpx.Client, max_tokens: int
+) -> None:
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "n": 2, "max_tokens": max_tokens}
+    first, second = http.post("/v1/completions", json=body).json()["choices"]
+    length = len(first["logprobs"]["tokens"]) - max_tokens
+    assert length > 1
+    assert first["logprobs"]["token_logprobs"][:length] == pytest.approx(
+        second["logprobs"]["token_logprobs"][:length], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("stop", [0] * 300_000),
+        ("stop_token_ids", ["x"] * 300_000),
+        ("logit_bias", {str(n): "x" for n in range(100_000)}),
+        ("prompt", [[]] * 300_000),
+    ],
+)
+def test_a_list_without_end_is_one_error(http: httpx.Client, field: str, value: Any) -> None:
+    error = refusal(http.post("/v1/completions", json={"prompt": PROMPT, field: value}), 400)
+    assert error["param"] == field
+    assert len(error["message"]) < 500
+
+
 def test_a_huge_prompt_does_not_stop_the_streams(server: ServerThread, http: httpx.Client) -> None:
     """Tokenising it takes long, and happens elsewhere."""
-    huge = {"prompt": "To be or not to be, that is the question " * 100_000}
+    huge = {"prompt": "To be or not to be, that is the question " * 50_000}
     running = {"prompt": PROMPT, "max_tokens": 3000, "stream": True, "ignore_eos": True}
     answers = []
 

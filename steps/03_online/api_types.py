@@ -58,6 +58,13 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _not_too_many(value: object) -> object:
+    """A dict's own max_length is looked at after all entries."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} entries, got {len(value)}")
+    return value
+
+
 def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
@@ -98,7 +105,7 @@ class GenerationRequest(ApiRequest):
     top_p: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Number] | None, BeforeValidator(_not_too_many)] = None
     """Token ids (as texts, JSON has no others for keys) to what is added to their logits."""
     seed: int | None = None
     stop: Annotated[
