@@ -16,8 +16,10 @@ pytest.register_assert_rewrite("tests.engine_contract", "tests.reference", "test
 
 from tests.reference import Reference, make_checkpoint  # noqa: E402
 
-# The models here are so small that threads only wait for one another.
+# The models here are so small that threads only wait for one another; in processes that tests start
+# as well.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A job that a script has put into the background ignores Ctrl-C, and so would all it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
