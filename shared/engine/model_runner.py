@@ -263,13 +263,17 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        for lengths in (longest[: self.max_num_sequences], [1], [8], [16], [128]):
-            lengths = [min(n, longest[0]) for n in lengths]
-            hidden = self._trunk_of_zeros(lengths, num_decode_rows=0)
-            logits = self.model.compute_logits(hidden[: max(self.max_num_sequences, _SCORED_ROWS)])
-            self.sampler.score(logits, logits.argmax(-1), num_top=1)
-            self.sampler.warm_up(logits[: self.max_num_sequences])
-            del hidden, logits
+        hidden = self._trunk_of_zeros(longest[: self.max_num_sequences], num_decode_rows=0)
+        logits = self.model.compute_logits(hidden[: max(self.max_num_sequences, _SCORED_ROWS)])
+        self.sampler.score(logits, logits.argmax(-1), num_top=1)
+        logits = logits[: self.max_num_sequences]
+        self.sampler.warm_up(logits)
+        self._sample_plain(logits, self.inputs.sample_inputs(len(logits)))
+        del hidden, logits
+        for length in (1, 8, 16, 128):  # linear layers have kernels for few rows
+            self.model.compute_logits(
+                self._trunk_of_zeros([min(length, longest[0])], num_decode_rows=0)
+            )
         for rows in (1, 2, 16, self.max_num_sequences):
             rows = min(rows, self.max_num_sequences)
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
