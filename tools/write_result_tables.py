@@ -20,6 +20,7 @@ from bench.result import read_results
 from bench.small_batch import Report as SmallBatchReport
 from bench.tables import markdown
 from tools import generated_page
+from tools.docsite.results import profile_lines
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -63,20 +64,7 @@ def decode_profile(report: ProfileReport) -> str:
         f"| part | {' | '.join(rows)} |",
         f"|---|{'---:|' * len(rows)}",
     ]
-    for parts in zip(*(step.parts for step in report.steps), strict=True):
-        cells = [f"{part.microseconds:,.0f} ({part.floor:,.0f})" for part in parts]
-        launches = "/".join(dict.fromkeys(f"{part.launches:.0f}" for part in parts))
-        lines.append(f"| {parts[0].part}, {launches} launches | {' | '.join(cells)} |")
-    busy = [f"{step.busy:,.0f}" for step in report.steps]
-    rest = [f"{step.step - step.busy:,.0f}" for step in report.steps]
-    whole = [
-        f"{step.step:,.0f} ({sum(part.floor for part in step.parts):,.0f})" for step in report.steps
-    ]
-    lines += [
-        f"| the GPU is busy | {' | '.join(busy)} |",
-        f"| gaps and host | {' | '.join(rest)} |",
-        f"| the step | {' | '.join(whole)} |",
-    ]
+    lines += profile_lines(msgspec.to_builtins(report.steps))
     commit = f"{(report.commit or 'unknown')[:10]}{'+changes' if report.dirty else ''}"
     return "\n".join([*lines, "", f"Floor in brackets. Commit {commit}; {versions}."])
 

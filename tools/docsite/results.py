@@ -331,15 +331,7 @@ def decode_profile() -> str:
             "| " + " | ".join([f"{config['model']}, µs", *heads]) + " |",
             "|---|" + "---:|" * len(steps),
         ]
-        for same in zip(*(step["parts"] for step in steps), strict=True):
-            cells = [f"{part['microseconds']:,.0f} ({part['floor']:,.0f})" for part in same]
-            lines.append("| " + " | ".join([same[0]["part"], *cells]) + " |")
-        for name, cells in (
-            ("the GPU is busy", [f"{step['busy']:,.0f}" for step in steps]),
-            ("gaps and host", [f"{step['step'] - step['busy']:,.0f}" for step in steps]),
-            ("the step", [_whole_step(step) for step in steps]),
-        ):
-            lines.append("| " + " | ".join([name, *cells]) + " |")
+        lines += profile_lines(steps)
         note = (
             f"<small>{config['device_name']}, {config['dtype']}; in brackets the bytes that must "
             f"be read and written at {report['copy_gb_per_second']:,.0f} GB/s, a copy's rate. "
@@ -351,9 +343,23 @@ def decode_profile() -> str:
     return "\n\n".join(parts)
 
 
-def _whole_step(step: Row) -> str:
-    floor = sum(part["floor"] for part in step["parts"])
-    return f"{step['step']:,.0f} ({floor:,.0f})"
+def profile_lines(steps: Sequence[Row]) -> list[str]:
+    """The lines of a table with a column for each step: its parts, and what is not busy."""
+    lines = []
+    for same in zip(*(step["parts"] for step in steps), strict=True):
+        cells = [f"{part['microseconds']:,.0f} ({part['floor']:,.0f})" for part in same]
+        launches = "/".join(dict.fromkeys(f"{part['launches']:.0f}" for part in same))
+        lines.append(f"| {same[0]['part']}, {launches} launches | {' | '.join(cells)} |")
+    floors = [sum(part["floor"] for part in step["parts"]) for step in steps]
+    busy = [f"{step['busy']:,.0f}" for step in steps]
+    rest = [f"{step['step'] - step['busy']:,.0f}" for step in steps]
+    whole = [f"{s['step']:,.0f} ({floor:,.0f})" for s, floor in zip(steps, floors, strict=True)]
+    return [
+        *lines,
+        f"| the GPU is busy | {' | '.join(busy)} |",
+        f"| gaps and host | {' | '.join(rest)} |",
+        f"| the step | {' | '.join(whole)} |",
+    ]
 
 
 def memory() -> str:
