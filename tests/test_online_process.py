@@ -183,7 +183,7 @@ def test_an_engine_that_never_met_its_front_end_removes_the_directory(directory:
     private = Path(tempfile.mkdtemp(prefix="baby-vllm-", dir=directory))
     ours, theirs = socket.socketpair()
     command = [
-        sys.executable, "-m", "steps.03_online.engine_process", f"ipc://{private}/engine", "x:y"
+        sys.executable, "-m", "steps.03_online.engine_process", f"ipc://{private}/engine", "x:y", "z"
     ]  # fmt: skip
     with theirs:
         process = subprocess.Popen(command, cwd=ROOT, stdin=theirs)
