@@ -129,9 +129,7 @@ class EngineClient:
         tokens = self.check_request(prompt_token_ids, params)
         self._command(Add.of(request_id, tokens, params))
         most = min(params.max_tokens, self.ready_info.max_model_length - len(tokens))
-        expected = _Expected(
-            self._num_sent + 1, len(tokens), dict.fromkeys(range(params.n), most)
-        )
+        expected = _Expected(self._num_sent + 1, len(tokens), dict.fromkeys(range(params.n), most))
         self._expected[request_id] = expected
         self.outstanding_tokens += expected.num_tokens
 
@@ -312,9 +310,7 @@ def _thread(build: str | Build | None) -> Transport:
     if not callable(function):
         raise TypeError("an engine in this process is built by a function")
     return ThreadTransport(
-        lambda endpoint, lifeline: serve(
-            endpoint, lifeline, lambda start: function(start.options)
-        )
+        lambda endpoint, lifeline: serve(endpoint, lifeline, lambda start: function(start.options))
     )
 
 

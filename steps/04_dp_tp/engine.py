@@ -1,4 +1,4 @@
-"""Several engines, each in processes of its own, as one engine for whoever calls `step` in a loop."""
+"""Engines in processes of their own as one engine, for whoever calls `step` in a loop."""
 
 from __future__ import annotations
 

@@ -100,10 +100,7 @@ def combined(config: ParallelConfig, infos: Sequence[Any]) -> Any:
     gets it must be able to run it."""
     first = infos[0]
     limits = Limits(
-        *(
-            min(getattr(info.limits, name) for info in infos)
-            for name in Limits.__dataclass_fields__
-        )
+        *(min(getattr(info.limits, name) for info in infos) for name in Limits.__dataclass_fields__)
     )
     return msgspec.structs.replace(
         first,

@@ -1,11 +1,11 @@
 """Which replica gets a request. Policy only: it knows loads and prompts, and talks to nobody.
 
-    least_tokens    the replica with the least work left: tokens of prompts and of answers still to
-                    come, since sixteen short requests may be less than one long one
-    prefix          the replica that has seen the longest beginning of the prompt, so that what it
-                    holds in its cache is not computed and held a second time elsewhere; unless it
-                    is overloaded, for a hit saves a part of the prompt, and a queue costs all of it
-    round_robin     each in turn
+least_tokens    the replica with the least work left: tokens of prompts and of answers still to
+                come, since sixteen short requests may be less than one long one
+prefix          the replica that has seen the longest beginning of the prompt, so that what it
+                holds in its cache is not computed and held a second time elsewhere; unless it
+                is overloaded, for a hit saves a part of the prompt, and a queue costs all of it
+round_robin     each in turn
 """
 
 from __future__ import annotations
