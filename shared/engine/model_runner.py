@@ -211,6 +211,7 @@ class ModelRunner:
             self.max_model_length,
             self.device,
             self.model_config.eos_token_ids,
+            self.tp,
         )
 
     @torch.inference_mode()
@@ -235,6 +236,8 @@ class ModelRunner:
                 config.gpu_memory_utilization,
                 reserved=activations + graph_bytes,
             )
+        # What one rank lacks, none can use.
+        num_blocks = self.tp.smallest(num_blocks, self.device)
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
             block_size=size,
@@ -273,7 +276,7 @@ class ModelRunner:
         self.sampler.score(logits, logits.argmax(-1), num_top=1)
         logits = logits[: self.max_num_sequences]
         self.sampler.warm_up(logits)
-        self._sample_plain(logits, self.inputs.sample_inputs(len(logits)))
+        self._sample_plain(hidden[: self.max_num_sequences], self.inputs.sample_inputs(len(logits)))
         del hidden, logits
         for length in (1, 8, 16, 128):  # linear layers have kernels for few rows
             self.model.compute_logits(
@@ -315,6 +318,7 @@ class ModelRunner:
             "max_num_sequences": self.limits.max_num_sequences,
             "max_num_batched_tokens": self.limits.max_num_batched_tokens,
             "enable_prefix_caching": self.config.enable_prefix_caching,
+            "tensor_parallel_size": self.tp.size,
             "cuda_graphs": self.shapes.describe() if self.shapes else None,
             "weights_bytes": self.memory.weights,
             "activations_bytes": self.memory.activations,
@@ -397,9 +401,7 @@ class ModelRunner:
         metadata = self._metadata(inputs, shape.decode_rows, bounds, [longest])
         self.hidden[: shape.tokens] = self._trunk(inputs, metadata)
 
-    def _head(
-        self, plan: StepPlan, hidden: torch.Tensor, batch: Batch | None
-    ) -> SampledBatch | None:
+    def _head(self, plan: StepPlan, hidden: torch.Tensor, batch: Batch | None) -> SampledBatch:
         """Sample the rows that complete their known tokens, and keep the ids for the next step."""
         count = plan.num_samples
         if plan.plain and self.graphs is not None and plan.graphed:
@@ -407,25 +409,27 @@ class ModelRunner:
             self.graphs[1].replay(sizes[bisect_left(sizes, count)])
             return SampledBatch(self.sampled_rows[:count])
         inputs = self.inputs.sample_inputs(count)
-        logits = self.model.compute_logits(gather_rows(hidden, inputs.index))
+        hidden = gather_rows(hidden, inputs.index)
         if plan.plain:
-            return SampledBatch(self._sample_plain(logits, inputs))
-        assert batch is not None
-        sampled = self.sampler.sample(logits, batch.samples)
-        self.sampled[inputs.slots] = sampled.token_ids
+            return SampledBatch(self._sample_plain(hidden, inputs))
+        logits = self.model.compute_logits(hidden)
+        if batch is None:
+            sampled = SampledBatch(torch.empty_like(inputs.slots))
+        else:
+            sampled = self.sampler.sample(logits, batch.samples)
+        self.sampled[inputs.slots] = self.tp.broadcast(sampled.token_ids)
         return sampled
 
     def _graph_head(self, size: int) -> None:
         """What a head graph records."""
         inputs = self.inputs.sample_inputs(size)
-        logits = self.model.compute_logits(gather_rows(self.hidden, inputs.index))
-        self._sample_plain(logits, inputs, self.sampled_rows[:size])
+        self._sample_plain(gather_rows(self.hidden, inputs.index), inputs, self.sampled_rows[:size])
 
     def _sample_plain(
-        self, logits: torch.Tensor, inputs: SampleInputs, out: torch.Tensor | None = None
+        self, hidden: torch.Tensor, inputs: SampleInputs, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self.sampler.sample_plain(
-            logits,
+            self.model.compute_own_logits(hidden),
             inputs.temperature,
             inputs.seeds,
             inputs.positions,
