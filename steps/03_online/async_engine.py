@@ -135,8 +135,16 @@ class AsyncEngine:
 
         `in_process` and `build` are those of EngineClient.
         """
-        tokenizer = await asyncio.to_thread(_read_tokenizer, config)
-        engine = cls(EngineClient(config, build, in_process), tokenizer, max_queued_requests)
+        tokenizer = await asyncio.to_thread(read_tokenizer, config)
+        client = EngineClient(config, build, in_process)
+        return await cls.over(client, tokenizer, max_queued_requests)
+
+    @classmethod
+    async def over(
+        cls, client: EngineClient, tokenizer: Tokenizer | None, max_queued_requests: int
+    ) -> AsyncEngine:
+        """As `start`, with a client whose engine is starting."""
+        engine = cls(client, tokenizer, max_queued_requests)
         try:
             await engine._started.wait()
             if engine.error is not None:
@@ -165,6 +173,15 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         return self._client.is_alive
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Work that is left, as EngineClient counts it."""
+        return self._client.outstanding_tokens
+
+    def expects(self, request_id: str) -> bool:
+        """Is there such a request, unfinished?"""
+        return self._client.expects(request_id)
 
     def check_request(
         self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
@@ -296,5 +313,5 @@ class _Listener:
         self.changed = asyncio.Event()
 
 
-def _read_tokenizer(config: OnlineConfig) -> Tokenizer | None:
+def read_tokenizer(config: OnlineConfig) -> Tokenizer | None:
     return ModelFiles.find(config.model, config.load_format).tokenizer()
