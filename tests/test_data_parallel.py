@@ -51,7 +51,7 @@ def replicas(build: Callable[..., Any], num: int = 2, **options: Any) -> Iterato
     """An Engine over fake ones in threads, which are in its `behind`."""
     behind: list[Any] = []
 
-    def made(given: dict[str, Any]) -> Any:
+    def made(given: dict[str, Any], end: Any) -> Any:
         behind.append(build(given))
         return behind[-1]
 
@@ -184,7 +184,7 @@ def test_a_start_that_fails_leaves_nothing() -> None:
 def test_the_smallest_replica_says_what_is_possible() -> None:
     sizes = iter((100, 40))
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any) -> Any:
         engine = FakeEngine(options)
         size = next(sizes)
         engine.limits = type(engine.limits)(50, 16, size, 16 * size, 64, 2000)

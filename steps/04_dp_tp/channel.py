@@ -1,14 +1,14 @@
 """How rank 0 tells the workers what to do.
 
-    rank 0  --- frame: what it is, and where its words are --->  worker 1     a socket pair each
-               (SLOTS places for a step's packed inputs)         worker 2, ... shared memory
+    rank 0  --- frame: what to do, and where its words are --->  worker 1     a socket pair each
+               (SLOTS places for a step's packed inputs)         worker 2     shared memory
 
-The inputs are written once, whatever the number of workers; a frame is small, says that they are
-there (a socket orders memory on every processor), and its end of file says that rank 0 is gone.
-Everything is passed on as an open file: there are no names, so nothing can be left behind.
+The inputs are written once, whatever the number of workers. A frame is small; it says that they are
+there (a system call orders memory on every processor), and the end of its stream that rank 0 is
+gone. Everything is passed on as an open file: there are no names, so nothing can be left behind.
 
-No frame is ever acknowledged. A step's words lie untouched until three more have been sent, and
-rank 0 sends a step only after the one three before it has ended, in which all workers took part.
+No message is acknowledged. Its words stay until SLOTS more have been sent, and rank 0 sends a step
+only after the one three before it has ended, in which all workers took part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import numpy as np
 SLOTS = 4
 # Words of a frame. Headers are rarely longer; what does not fit follows.
 _FRAME = 64
-_PREFIX = 3  # length of the header, slot, length of the words
+_PREFIX = 3  # length of the header; where the words begin; how many they are
+_ROOM = _FRAME - _PREFIX
 
 
 def open_memory() -> int:
@@ -43,60 +44,60 @@ class Sender:
     def __init__(self, sockets: Sequence[socket.socket], memory: int) -> None:
         self._sockets = sockets
         self._memory = memory
-        self._slots = np.empty((SLOTS, 0), np.int32)
-        self._frame = np.zeros(_FRAME, np.int32)
+        self._words = np.empty(0, np.int32)
+        self._first = 0
+        self._room = 0
         self._turn = 0
 
-    def resize(self, num_words: int) -> None:
-        """Room for that many words a message. No message with words may be under way."""
-        os.ftruncate(self._memory, max(1, SLOTS * num_words * 4))
-        self._slots = _map(self._memory, num_words)
-
-    def send(self, header: np.ndarray, words: np.ndarray | None = None) -> None:
+    def send(self, header: np.ndarray, words: np.ndarray) -> None:
         """header, words [n] int32. Raises OSError if a worker is gone."""
-        if words is not None:
-            self._turn = (self._turn + 1) % SLOTS
-            self._slots[self._turn, : len(words)] = words
-        room, frame = _FRAME - _PREFIX, self._frame
-        frame[:_PREFIX] = len(header), self._turn, 0 if words is None else len(words)
-        inline = header[:room]
-        frame[_PREFIX : _PREFIX + len(inline)] = inline
-        data = frame.tobytes()
-        if len(header) > room:
-            data += header[room:].tobytes()
+        begin = self._next_place(len(words))
+        self._words[begin : begin + len(words)] = words
+        frame = np.zeros(_FRAME, np.int32)
+        frame[:_PREFIX] = len(header), begin, len(words)
+        frame[_PREFIX : _PREFIX + len(header)] = header[:_ROOM]
+        data = frame.tobytes() + header[_ROOM:].tobytes()
         for each in self._sockets:
             each.sendall(data)
 
+    def _next_place(self, num_words: int) -> int:
+        """Larger slots lie behind the old ones, where words may still have to be read."""
+        if num_words > self._room:
+            self._first += SLOTS * self._room
+            self._room = max(num_words, 2 * self._room)
+            os.ftruncate(self._memory, 4 * (self._first + SLOTS * self._room))
+            self._words = _map(self._memory)
+        self._turn = (self._turn + 1) % SLOTS
+        return self._first + self._turn * self._room
+
 
 class Receiver:
-    """A worker's side. For `spin_seconds` after a message it looks for the next one without
-    sleeping, which finds it sooner and costs a processor; then it sleeps until there is one."""
+    """A worker's side. For `spin_seconds` it looks for the next message without sleeping, which
+    finds it sooner and costs a processor; then it sleeps until there is one."""
 
     def __init__(self, sock: socket.socket, memory: int, spin_seconds: float) -> None:
         self._socket = sock
         self._memory = memory
         self._spin_seconds = spin_seconds
-        self._slots = np.empty((SLOTS, 0), np.int32)
+        self._words = np.empty(0, np.int32)
         self._frame = np.zeros(_FRAME, np.int32)
 
-    def resize(self, num_words: int) -> None:
-        """Once rank 0 has done it."""
-        self._slots = _map(self._memory, num_words)
-
     def receive(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Header and words of the next message; the words are to be read before the next call.
-        None: rank 0 has ended."""
+        """Header and words of the next message, to be read before the next call. None: rank 0 has
+        ended, or closed the channel."""
         self._spin()
-        frame = self._frame
-        if not _read(self._socket, frame):
+        if not _read(self._socket, self._frame):
             return None
-        num_header, slot, num_words = frame[:_PREFIX].tolist()
-        header = np.empty(num_header, np.int32)
-        room = _FRAME - _PREFIX
-        header[:room] = frame[_PREFIX : _PREFIX + num_header]
-        if num_header > room and not _read(self._socket, header[room:]):
-            return None
-        return header, self._slots[slot, :num_words]
+        num_header, begin, num_words = self._frame[:_PREFIX].tolist()
+        header = self._frame[_PREFIX : _PREFIX + num_header]
+        if num_header > _ROOM:
+            rest = np.empty(num_header - _ROOM, np.int32)
+            if not _read(self._socket, rest):
+                return None
+            header = np.concatenate((header, rest))
+        if begin + num_words > len(self._words):
+            self._words = _map(self._memory)
+        return header, self._words[begin : begin + num_words]
 
     def _spin(self) -> None:
         deadline = time.perf_counter() + self._spin_seconds
@@ -105,20 +106,19 @@ class Receiver:
                 self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
-                os.sched_yield()
+                time.sleep(0)  # whoever else wants the processor
             except OSError:  # reset by rank 0's end
                 return
 
 
-def _map(memory: int, num_words: int) -> np.ndarray:
-    """The file as [SLOTS, num_words]; it stays mapped as long as the array is there."""
-    mapped = mmap.mmap(memory, max(1, SLOTS * num_words * 4))
-    return np.frombuffer(mapped, np.int32, SLOTS * num_words).reshape(SLOTS, num_words)
+def _map(memory: int) -> np.ndarray:
+    """All of the file; it stays mapped as long as the array is there."""
+    return np.frombuffer(mmap.mmap(memory, 0), np.int32)
 
 
 def _read(sock: socket.socket, out: np.ndarray) -> bool:
     """False at the end of the stream."""
-    view = memoryview(out).cast("B")
+    view = out.data.cast("B")
     while view:
         try:
             count = sock.recv_into(view)
