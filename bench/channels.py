@@ -32,7 +32,7 @@ import zmq
 from bench.gpu import hardware
 from bench.result import Hardware, git_state, library_versions, now
 
-channel = importlib.import_module("steps.04_dp_tp.channel")
+channel: Any = importlib.import_module("steps.04_dp_tp.channel")
 
 SCHEMA_VERSION = 1
 # Words of a packed step with the default config: room for 512 rows, and 3 words a token.
@@ -112,7 +112,7 @@ class Stream(Kind):
             frame = struct.pack("i", len(words)) + HEADER.tobytes()
             for ours, _ in self._pairs:
                 ours.sendall(frame)
-                ours.sendall(words)
+                ours.sendall(words.data)
 
         return send
 
@@ -136,20 +136,19 @@ class ZeroMQ(Kind):
         self._addresses = [f"ipc://{self._directory.name}/{i}" for i in range(num_workers)]
 
     def sender(self) -> Callable[[np.ndarray], object]:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context: Any = zmq.Context()
         sockets = [context.socket(zmq.PAIR) for _ in self._addresses]
         for sock, address in zip(sockets, self._addresses, strict=True):
             sock.bind(address)
 
         def send(words: np.ndarray) -> None:
             for sock in sockets:
-                sock.send(HEADER, zmq.SNDMORE)
-                sock.send(words)
+                sock.send_multipart([HEADER.data, words.data])
 
         return send
 
     def receiver(self, index: int, out: np.ndarray) -> Callable[[], object]:
-        sock = zmq.Context().socket(zmq.PAIR)
+        sock: Any = zmq.Context().socket(zmq.PAIR)
         sock.connect(self._addresses[index])
 
         def receive() -> None:
