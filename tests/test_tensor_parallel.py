@@ -62,7 +62,8 @@ def groups() -> Iterator[Callable[[int], Any]]:
 
 
 def parallel_engine(group: Any, module: ModuleType, config: Any) -> Any:
-    """A stage's engine, its model on all ranks of the group."""
+    """A stage's engine, its model on all ranks of the group, which is on the CPU."""
+    config = config.replace(device="cpu")
     files = ModelFiles.find(config.model, config.load_format)
     runner = parallel("runner").TensorParallelRunner(
         group, config, files.config, files.weights, module.Engine.decodes_in_front
@@ -124,6 +125,7 @@ def test_what_one_rank_says(
     module = steps.load(stage)
     config = module.Config(
         model=str(reference.directory),
+        device="cpu",
         max_model_length=256,
         num_kvcache_blocks=30,  # some are preempted
         kvcache_block_size=8,

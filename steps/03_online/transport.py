@@ -230,9 +230,9 @@ class ThreadTransport(Transport):
         return "the engine's thread ended"
 
 
-def how_it_ended(status: int) -> str:
+def how_it_ended(status: int, what: str = "the engine process") -> str:
     """In words, from a Popen.returncode."""
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
-        return f"the engine process was killed by {name}"
-    return f"the engine process ended with exit status {status}"
+        return f"{what} was killed by {name}"
+    return f"{what} ended with exit status {status}"
