@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import steps
-from shared import SamplingParams
 from shared.engine.input_buffers import InputSizes
 from shared.engine.step_plan import StepPlan
 from shared.models.files import ModelFiles
@@ -28,7 +27,7 @@ from tests.engine_contract import (
     prompt_of,
     tokens_of,
 )
-from tests.parallel import parallel
+from tests.parallel import parallel, requests_of_all_kinds
 from tests.reference import Reference, make_checkpoint
 
 # Divided by 2 and by 3, but for the vocabulary.
@@ -95,24 +94,6 @@ class TestContract(EngineContract):
             pytest.skip(str(error))
         with super().engine(reference, **config) as engine:
             yield engine
-
-
-def requests_of_all_kinds(rng: random.Random) -> dict[str, tuple[list[int], SamplingParams]]:
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 5},
-        {"temperature": 0.9, "seed": 6, "top_k": 20, "top_p": 0.9},
-        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-        {"temperature": 0.7, "seed": 7, "logprobs": 3, "prompt_logprobs": 2},
-        {"temperature": 0, "logit_bias": {126: 5.0}, "min_tokens": 4},
-    ]
-    return {
-        f"r{number}": (
-            prompt_of(rng, length),
-            SamplingParams(**kinds[number % len(kinds)], max_tokens=12, ignore_eos=True),
-        )
-        for number, length in enumerate([1, 16, 17, 33, 90, 5, 40, 64, 2, 31, 70, 8])
-    }
 
 
 @pytest.mark.parametrize("stage", steps.engines())
