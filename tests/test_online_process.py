@@ -182,9 +182,8 @@ def test_a_front_end_that_forgets_to_close_leaves_nothing_behind() -> None:
 def test_an_engine_that_never_met_its_front_end_removes_the_directory(directory: Path) -> None:
     private = Path(tempfile.mkdtemp(prefix="baby-vllm-", dir=directory))
     ours, theirs = socket.socketpair()
-    command = [
-        sys.executable, "-m", "steps.03_online.engine_process", f"ipc://{private}/engine", "x:y"
-    ]  # fmt: skip
+    program = [sys.executable, "-m", "steps.03_online.engine_process"]
+    command = [*program, f"ipc://{private}/engine", "x:y", "engine"]
     with theirs:
         process = subprocess.Popen(command, cwd=ROOT, stdin=theirs)
     ours.close()

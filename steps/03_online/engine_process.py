@@ -1,6 +1,6 @@
 """The engine's own process: takes what has come between two steps, steps, sends what came out.
 
-python -m steps.03_online.engine_process ADDRESS MODULE:FUNCTION      (started by transport.py)
+python -m steps.03_online.engine_process ADDRESS MODULE:FUNCTION NAME    (started by transport.py)
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _take_lifeline() -> socket.socket:
 
 
 def main() -> int:
-    address, build_name = sys.argv[1:]
+    address, build_name, name = sys.argv[1:]
     # Whoever is asked to end is the front end; it lets requests finish and then says stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lifeline = _take_lifeline()
@@ -227,7 +227,7 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING,
-        format="%(asctime)s %(levelname)s [engine] %(message)s",
+        format=f"%(asctime)s %(levelname)s [{name}] %(message)s",
     )
     module, _, function = build_name.partition(":")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
