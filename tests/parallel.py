@@ -40,6 +40,6 @@ class Behind:
         self.build = build
         self.engines: list[Any] = []
 
-    def __call__(self, options: dict[str, Any]) -> Any:
+    def __call__(self, options: dict[str, Any], end: Any) -> Any:
         self.engines.append(self.build(options))
         return self.engines[-1]

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# torch 2.13 has renamed it and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -37,9 +40,9 @@ class TensorParallel:
         """[...] on every rank -> [size, ...], in rank order."""
         if self.size == 1:
             return x.unsqueeze(0)
-        out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
-        return out
+        out = torch.empty(self.size * len(x), *x.shape[1:], dtype=x.dtype, device=x.device)
+        _all_gather(out, x.contiguous(), group=self.group)
+        return out.view(self.size, *x.shape)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, in place."""
