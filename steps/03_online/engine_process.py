@@ -155,7 +155,7 @@ def serve(endpoint: Endpoint, lifeline: socket.socket, build: Callable[[Start], 
     except Exception as error:
         if engine is not None:
             logger.exception("the engine cannot go on")
-        _say_last_words(lifeline, error)
+        say_last_words(lifeline, error)
         return False
     engine.close()
     return True
@@ -186,7 +186,7 @@ def _send(endpoint: Endpoint, event: Event) -> None:
     assert sent, "nothing else is under way yet"
 
 
-def _say_last_words(lifeline: socket.socket, error: Exception) -> None:
+def say_last_words(lifeline: socket.socket, error: Exception) -> None:
     kinds = [kind.__name__ for kind in (ValueError, OSError) if isinstance(error, kind)]
     kind = kinds[0] if kinds else type(error).__name__
     message = str(error).encode(errors="replace")[:MAX_LAST_WORDS].decode(errors="ignore")
