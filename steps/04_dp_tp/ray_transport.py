@@ -34,6 +34,7 @@ Transport: Any = transport.Transport
 
 logger = logging.getLogger(__name__)
 
+CONNECT_SECONDS = 5.0
 # For a node with enough that is free; a cluster that grows on demand takes its time.
 PLACEMENT_SECONDS = 120.0
 # For a process of Ray's to start.
@@ -281,10 +282,22 @@ def _connect() -> Any:
         ) from None
     importlib.import_module("ray.util.scheduling_strategies")
     if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS", "local")
+        _check_reachable(address)
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False)
+            ray.init(address, include_dashboard=False)
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)  # Ray's would just exit
     return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for ever."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise OSError(f"no Ray cluster at RAY_ADDRESS={address}: {error}") from error
