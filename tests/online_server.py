@@ -127,7 +127,7 @@ def fake_server(drain_timeout: float = TIMEOUT, **engine: Any) -> ServerThread:
     """A server over tests.fakes' engine: ids only, thousands of steps a second. `engine`:
     attributes to replace in the engine, as `step`."""
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any) -> Any:
         server.engine_in_thread = made = fake_engine("01_chunked_prefill", num_blocks=2000)
         for name, value in engine.items():
             setattr(made, name, value)

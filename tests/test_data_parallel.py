@@ -51,7 +51,7 @@ def replicas(build: Callable[..., Any], num: int = 2, **options: Any) -> Iterato
     """An Engine over fake ones in threads, which are in its `behind`."""
     behind: list[Any] = []
 
-    def made(given: dict[str, Any]) -> Any:
+    def made(given: dict[str, Any], end: Any) -> Any:
         behind.append(build(given))
         return behind[-1]
 
@@ -184,7 +184,7 @@ def test_a_start_that_fails_leaves_nothing() -> None:
 def test_the_smallest_replica_says_what_is_possible() -> None:
     sizes = iter((100, 40))
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any) -> Any:
         engine = FakeEngine(options)
         size = next(sizes)
         engine.limits = type(engine.limits)(50, 16, size, 16 * size, 64, 2000)
@@ -203,13 +203,11 @@ def test_the_smallest_replica_says_what_is_possible() -> None:
 
 
 def test_statistics_add_up() -> None:
-    one = EngineStats(running=1, num_blocks=10, block_size=16, counters=StepCounters(mixed_steps=2))
-    other = EngineStats(
-        running=2, num_blocks=5, block_size=16, counters=StepCounters(mixed_steps=3)
-    )
-    assert total([one, other]) == EngineStats(
-        running=3, num_blocks=15, block_size=16, counters=StepCounters(mixed_steps=5)
-    )
+    def stats(running: int, num_blocks: int, steps: int) -> EngineStats:
+        counters = StepCounters(mixed_steps=steps)
+        return EngineStats(running=running, num_blocks=num_blocks, block_size=16, counters=counters)
+
+    assert total([stats(1, 10, 2), stats(2, 5, 3)]) == stats(3, 15, 5)
     assert total([]) == EngineStats()
 
 

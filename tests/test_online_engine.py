@@ -52,7 +52,7 @@ def with_engine(
     """Run `use(front end, engine behind it)`; the pool must be whole afterwards."""
     behind: list[Any] = []
 
-    def made(given: dict[str, Any]) -> Any:
+    def made(given: dict[str, Any], end: Any) -> Any:
         behind.append(build(given))
         return behind[0]
 
@@ -274,7 +274,7 @@ def test_a_reader_that_never_comes_holds_up_nothing_and_loses_nothing() -> None:
     """Thousands of steps are over before the first look; they come as few merged messages."""
     made: list[Any] = []
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any) -> Any:
         made.append(FakeEngine(options))
         return made[0]
 

@@ -268,7 +268,7 @@ def test_a_cluster_without_room_says_what_it_lacks(
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(OSError, match="no Ray cluster at RAY_ADDRESS=127.0.0.1:1: .*refused"):
+    with pytest.raises(OSError, match="no Ray cluster at RAY_ADDRESS=127"):
         steps.load("04_dp_tp").LLM(distributed_backend="ray")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match="distributed_backend='ray' needs Ray: pip install"):

@@ -310,7 +310,9 @@ def _thread(build: str | Build | None) -> Transport:
     if not callable(function):
         raise TypeError("an engine in this process is built by a function")
     return ThreadTransport(
-        lambda endpoint, lifeline: serve(endpoint, lifeline, lambda start: function(start.options))
+        lambda endpoint, lifeline: serve(
+            endpoint, lifeline, lambda start, end: function(start.options, end), in_process=True
+        )
     )
 
 

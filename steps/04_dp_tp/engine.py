@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -134,8 +135,8 @@ class Engine:
             self._clients[-1].check_alive()
 
     def close(self) -> None:
-        for client in self._clients:
-            client.close()
+        with ThreadPoolExecutor() as pool:  # each waits for its engine to finish a step
+            list(pool.map(lambda client: client.close(), self._clients))
 
     def _received(self, client: Any) -> list[StepOutput]:
         outputs: list[StepOutput] = []

@@ -99,7 +99,7 @@ class RayTransport(Transport):
                 self._their_lifeline.sendall(last_words)
         except OSError as error:
             self._how = str(error)
-            online("engine_process").say_last_words(self._their_lifeline, error)
+            online("engine_process").LastWords(self._their_lifeline).say(error)
         finally:
             endpoint.close()
             self._their_lifeline.close()
