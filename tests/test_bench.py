@@ -67,6 +67,24 @@ FROZEN = {
     ("decode_gap_busy", "full_large", QWEN_VOCABULARY): (
         "f7c4687f92a35e3b192b4b103c33363ca41a14ae4b340e0dfbe4c1827b40751e"
     ),
+    ("decode_gap_many", "cpu", TINY_VOCABULARY): (
+        "39593fa2201ec71510ca68ca66b76c6521338fa021d210608e88246ffac3890a"
+    ),
+    ("decode_gap_many", "full", QWEN_VOCABULARY): (
+        "79a3ef0583fb611815b5377fba740d346cb8d96b23186ab2af8bf95a428c272e"
+    ),
+    ("decode_gap_many", "full_large", QWEN_VOCABULARY): (
+        "d0c8374eedd71b483f417467d4032049a29d04455c6481f3d87474abd9caa125"
+    ),
+    ("decode_gap_few", "cpu", TINY_VOCABULARY): (
+        "2dd569fbd47b2d124905d1797c828f11a8bd017fb8e94134039e956f57b134da"
+    ),
+    ("decode_gap_few", "full", QWEN_VOCABULARY): (
+        "7cf11e4962c2ce6b9e7968b7e1ae9eb9968b25a6bdc8d2dd0f6bf8db4bd287ff"
+    ),
+    ("decode_gap_few", "full_large", QWEN_VOCABULARY): (
+        "6daee0b054c904ea326bd91e7a67f99f53fcca52452da7d64bd6ca460776e227"
+    ),
     ("shared_prefix", "cpu", TINY_VOCABULARY): (
         "48a6bd65eb5378358c40c42beaf49f1316212b8a8c831eac5de4efd533ab0bc2"
     ),
@@ -248,6 +266,13 @@ def test_decode_gap_is_steady_decodes_and_prompts_on_a_schedule() -> None:
         short = workload.shortened(0.2)
         assert short.window == pytest.approx(0.2 * workload.window)
         assert len(short.requests) == steady + round(0.2 * workload.window / interval)
+
+
+def test_a_warm_up_meets_all_sizes_where_kernels_are_compiled() -> None:
+    on_cpu = build_workload("nano", "cpu", TINY_VOCABULARY)
+    assert on_cpu.shortened(0.2).requests == on_cpu.requests[:13]
+    on_gpu = build_workload("nano", "full", QWEN_VOCABULARY)
+    assert on_gpu.shortened(0.2) is on_gpu
 
 
 def test_scale_follows_device_and_model() -> None:
@@ -686,7 +711,7 @@ def test_flags_of_benchmark_and_config_stand_side_by_side() -> None:
         ["--workload", "batch8", "--json", "x.json", "--repeats", "5", "--no-warmup",
          "--max-model-len", "77", "--device", "cpu", "--enforce-eager"],
     )  # fmt: skip
-    assert options == BenchOptions("batch8", Path("x.json"), repeats=5, warmup=False)
+    assert options == BenchOptions(("batch8",), Path("x.json"), repeats=5, warmup=False)
     assert (config.max_model_length, config.device, config.enforce_eager) == (77, "cpu", True)
     with pytest.raises(ValueError, match="num_kvcache_blocks"):
         cli.parse(EngineConfig, "bench", ["--num-kvcache-blocks", "0"])
@@ -710,7 +735,7 @@ def test_a_workload_s_options_give_way_to_flags(
     monkeypatch.setattr(cli.load("01"), "Config", config_class)
     flags = ["--workload", "decode_gap", "--repeats", "1", "--no-warmup", "--device", "cpu"]
     options, config = cli.parse(config_class, "bench", [*flags, *args])
-    row = cli.measure("01", options, config)
+    (row,) = cli.measure("01", options, config)
     assert row.config["max_prefill_tokens_per_step"] == expected
 
 
@@ -758,6 +783,43 @@ def test_benchmark_warms_up_measures_and_writes(
     printed = capsys.readouterr().out
     assert "% of floor" in printed
     assert "tokens/s" in printed
+
+
+def test_workloads_that_want_the_same_options_share_an_engine(
+    fake_stage: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_class = load("01_chunked_prefill").Config
+    monkeypatch.setattr(cli.load("01"), "Config", config_class)
+    path = tmp_path / "out.json"
+    flags = ["--workload", "nano", "decode_gap", "shared_prefix", "--repeats", "1", "--no-warmup"]
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main("01_chunked_prefill", [*flags, "--json", str(path), "--device", "cpu"])
+    assert exit_info.value.code == 0
+    assert [engine.closed for engine in fake_stage] == [True, True]
+    written = result.read_results(path)
+    # As each engine ends: nobody has to wait for all to see the first.
+    assert [row.workload.name for row in written] == ["nano", "shared_prefix", "decode_gap"]
+    assert [row.config["max_prefill_tokens_per_step"] for row in written] == [8192, 8192, 128]
+    assert all(row.runs[0].failed == 0 for row in written)
+
+
+def test_a_workload_after_one_that_broke_has_a_new_engine(
+    fake_stage: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = FakeEngine.step
+
+    def explode_once(self: FakeEngine) -> list[StepOutput]:
+        if len(fake_stage) == 1:
+            raise RuntimeError("no progress is possible")
+        return step(self)
+
+    monkeypatch.setattr(FakeEngine, "step", explode_once)
+    flags = ["--workload", "nano", "shared_prefix", "--repeats", "1", "--device", "cpu"]
+    options, config = cli.parse(EngineConfig, "bench", flags)
+    rows = list(cli.measure("00", options, config))
+    assert [row.error for row in rows] == ["RuntimeError: no progress is possible", None]
+    assert len(rows[1].runs) == 1
+    assert [engine.closed for engine in fake_stage] == [True, True]
 
 
 def test_benchmark_that_breaks_leaves_a_row(

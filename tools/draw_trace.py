@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shared.engine.trace import StepRecord, read_trace
-from tools.svg import FAINT, PAPER, Picture
+from bench.svg import FAINT, PAPER, Picture
 
 Scale = Literal["steps", "time"]
 State = Literal["prefill", "decode", "idle", "waiting", "preempted"]

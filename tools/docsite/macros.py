@@ -47,7 +47,7 @@ from tools.docsite.sources import Region
 
 MACRO = re.compile(r"\{\{ (\w+)( [^{}\n]*?)? \}\}")
 FENCE = re.compile(r"^```(sourcemap|reading)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Colours that tools/svg.py and its users draw with -> the page's variable for them.
+# Colours that bench/svg.py and its users draw with -> the page's variable for them.
 FIGURE_COLOURS = {
     "#ffffff": "paper", "#222222": "ink", "#8a8a8a": "faint", "#555555": "line",
 }  # fmt: skip

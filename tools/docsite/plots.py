@@ -6,7 +6,7 @@ import math
 
 from tools.docsite import results
 from tools.docsite.results import Row
-from tools.svg import FAINT, INK, Picture
+from bench.svg import FAINT, INK, Picture
 
 POINTS = (
     ("gap_ms.p50", "p50", "#5aa457"),

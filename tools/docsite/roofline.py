@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from tools.docsite import ROOT, results
-from tools.svg import FAINT, INK, LINE, Picture
+from bench.svg import FAINT, INK, LINE, Picture
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 RATES = "kernels_h200.json"
