@@ -22,6 +22,7 @@ from bench.offline import Driver
 from bench.result import GpuUse, Hardware, Result, RunMetrics, WorkloadInfo
 from bench.workloads import (
     WARMUP,
+    WARMUP_SHARE,
     Scale,
     WorkloadName,
     auto_scale,
@@ -36,9 +37,6 @@ from shared.models.files import ModelFiles
 from steps import load
 
 logger = logging.getLogger(__name__)
-
-# The warm-up runs this share, of what can be shortened.
-WARMUP_SHARE = 0.2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,8 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 ID_LIMIT = 10_000
 # The repeat that is run first and not measured.
 WARMUP = -1
+# It runs this share, of what can be shortened.
+WARMUP_SHARE = 0.2
 # Above this, a long prompt every 0.4 s is more than one GPU can prefill beside its decodes.
 LARGE_MODEL_PARAMETERS = 3e9
 

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import torch
 
-from bench import cli, compare, decode_profile, gpu, result, tables
+from bench import cli, compare, decode_profile, gpu, result, rounds, tables
 from bench.cli import BenchOptions
-from bench.compare import Attempt
 from bench.floor import Limits, ModelCost, Rates, measure_rates, physical_floor
 from bench.host import host_engine, measure_host
 from bench.offline import Driver
 from bench.result import Floor, Hardware, Result, WorkloadInfo
+from bench.rounds import Attempt, Contender
 from bench.workloads import (
     SCALES,
     WARMUP,
@@ -646,7 +646,7 @@ def test_commit_is_told_by_git_or_by_the_environment(
 
 
 def test_stages_alternate() -> None:
-    order = compare.alternate(["A", "B", "C"], rounds=2)
+    order = rounds.alternate(["A", "B", "C"], rounds=2)
     assert "".join(name for _, name in order) == "ABCCBA"
     assert [number for number, _ in order] == [0, 0, 0, 1, 1, 1]
 
@@ -672,33 +672,133 @@ def test_flags_go_to_the_stages_that_have_them() -> None:
     assert compare.flags_for(names[0], names[:1], flags) == flags
 
 
-def test_comparison_keeps_stages_that_fail() -> None:
-    def run(stage: str, workload: str, number: int) -> Attempt:
-        if stage == "B":
-            return Attempt(stage, None, "out of memory")
-        if stage == "C" and number == 1:
-            return Attempt(stage, row(stage, error="RuntimeError: half way"))
-        return Attempt(stage, row(stage, 100 + number))
+def of(workload: str, made_row: Result) -> Result:
+    info = msgspec.structs.replace(made_row.workload, name=workload)
+    return msgspec.structs.replace(made_row, workload=info)
 
-    raw, merged = compare.compare(["A", "B", "C"], "nano", 2, run)
-    assert len(raw) == 4
-    assert [m.stage for m in merged] == ["A", "B", "C"]
-    assert [len(m.runs) for m in merged] == [6, 0, 6]
-    assert [m.error for m in merged] == [None, "out of memory", "RuntimeError: half way"]
-    assert len(tables.tables(merged)) == 1
+
+CONTENDERS = [Contender("A"), Contender("B"), Contender("C")]
+
+
+def test_comparison_keeps_stages_that_fail() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def run(contender: Contender, number: int, rows: Sequence[Result]) -> Attempt:
+        assert len(rows) == sum(name != "B" for name, _ in seen) * 2
+        seen.append((contender.name, number))
+        name = contender.name
+        if name == "B":
+            return Attempt([], "out of memory")
+        failed = "RuntimeError: half way" if name == "C" and number == 1 else None
+        first = of("nano", row(name, 100 + number))
+        second = of("shared_prefix", row(name, 200, error=failed))
+        return Attempt([first, second], failed)
+
+    merged = rounds.compare(CONTENDERS, ["nano", "shared_prefix"], 2, run)
+    assert "".join(name for name, _ in seen) == "ABCCBA"
+    assert [(m.workload.name, m.stage) for m in merged] == [
+        (work, name) for work in ("nano", "shared_prefix") for name in "ABC"
+    ]
+    assert [len(m.runs) for m in merged] == [6, 0, 6] * 2
+    # An error of one workload is not one of another that the same process ran.
+    half_way = [None, "out of memory", "RuntimeError: half way"]
+    assert [m.error for m in merged] == [None, "out of memory", None, *half_way]
+    assert len(tables.tables(merged)) == 2
+
+
+def test_a_workload_that_a_process_did_not_reach_says_why() -> None:
+    def run(contender: Contender, number: int, rows: Sequence[Result]) -> Attempt:
+        done = [of("nano", row(contender.name))]
+        if contender.name == "A":
+            return Attempt([*done, of("batch1", row("A"))])
+        return Attempt(done, "no result after 9 s")
+
+    merged = rounds.compare(CONTENDERS[:2], ["nano", "batch1"], 1, run)
+    assert [m.error for m in merged] == [None, None, None, "no result after 9 s"]
+    assert [len(m.runs) for m in merged] == [3, 3, 3, 0]
 
 
 def test_comparison_in_which_nothing_ran_says_why() -> None:
     with pytest.raises(RuntimeError, match="no such model"):
-        compare.compare(["A"], "nano", 1, lambda s, w, n: Attempt(s, None, "no such model"))
+        rounds.compare([Contender("A")], ["nano"], 1, lambda c, n, s: Attempt([], "no such model"))
 
 
 def test_a_stage_that_cannot_start_reports_its_last_words() -> None:
-    flags = ["--model", "/nonexistent/model"]
-    attempt = compare.run_stage("00_baseline", "nano", 0, flags, timeout=120)
-    assert attempt.row is None
+    contender = Contender("00_baseline", ("--model", "/nonexistent/model"))
+    attempt = rounds.run_stage(contender, ["nano"], 0, timeout=120)
+    assert attempt.rows == []
     assert attempt.problem is not None
     assert "/nonexistent/model" in attempt.problem
+
+
+def test_rows_are_kept_as_they_come_until_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeouts: list[float] = []
+
+    def run_stage(contender: Contender, workloads: Any, number: int, timeout: float) -> Attempt:
+        timeouts.append(timeout)
+        return Attempt([row(contender.name)])
+
+    monkeypatch.setattr(rounds, "run_stage", run_stage)
+    caplog.set_level("INFO")
+    options = rounds.RunOptions(tmp_path, rounds=3, timeout=60, time_limit=100)
+    processes = rounds.Processes(["nano"], options, count=6)
+    processes.announce()
+    assert "6 processes, each with nano; at most 2 min together" in caplog.text
+    assert processes(Contender("A"), 0, []).problem is None
+    processes.started -= 70
+    assert processes(Contender("A"), 0, []).problem is None
+    processes.started -= 31
+    assert processes(Contender("A"), 0, []).problem == "the 100 s were over"
+    assert [round(timeout, -1) for timeout in timeouts] == [60, 30]
+    assert len(result.read_results(tmp_path / "runs.json")) == 2
+
+
+@pytest.mark.parametrize(
+    "flags, dummy",
+    [
+        (["--model", "qwen3-0.6b"], True),
+        (["--model=qwen3-8b", "--enforce-eager"], True),
+        (["--model", "qwen3-0.6b", "--load-format", "auto"], False),
+        (["--model", "some/directory"], False),
+        (["--enforce-eager"], False),
+    ],
+)
+def test_a_real_size_by_its_name_has_random_weights(flags: list[str], dummy: bool) -> None:
+    added = ["--load-format", "dummy"] if dummy else []
+    assert compare.with_weights(flags) == flags + added
+
+
+def test_a_whole_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Contender] = []
+
+    def run_stage(contender: Contender, workloads: Any, number: int, timeout: float) -> Attempt:
+        started.append(contender)
+        return Attempt([of(work, row(contender.name, 100)) for work in workloads])
+
+    monkeypatch.setattr(rounds, "run_stage", run_stage)
+    stages = ["--steps", "00_baseline", "01_chunked_prefill", "--output", str(tmp_path)]
+    compare.main([*stages, "--model", "qwen3-0.6b", "--max-prefill-chunk-size", "64"])
+    random = ("--model", "qwen3-0.6b")
+    cut = ("--max-prefill-chunk-size", "64")
+    expected = [
+        Contender("00_baseline", (*random, "--load-format", "dummy")),
+        Contender("01_chunked_prefill", (*random, *cut, "--load-format", "dummy")),
+    ]
+    assert started == [*expected, *reversed(expected)]
+    merged = result.read_results(tmp_path / "results.json")
+    default = ["nano", "decode_gap", "shared_prefix"]
+    assert [row.workload.name for row in merged] == [name for name in default for _ in range(2)]
+    assert len(result.read_results(tmp_path / "runs.json")) == 12
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
+        "gaps_decode_gap.svg", "throughput_decode_gap.svg", "throughput_nano.svg",
+        "throughput_shared_prefix.svg",
+    ]  # fmt: skip
+    assert "01_chunked_prefill" in (tmp_path / "results.md").read_text()
+    assert "% of floor" in capsys.readouterr().out
 
 
 # --- command line --------------------------------------------------------------------------------
