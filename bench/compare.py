@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -81,7 +82,7 @@ def flags_for(stage: str, names: Sequence[str], flags: Sequence[str]) -> list[st
 
 def with_weights(flags: Sequence[str]) -> list[str]:
     """A model that is the name of a real size (`--model qwen3-0.6b`) has random weights."""
-    pairs = zip(flags, [*flags[1:], ""], strict=True)
+    pairs = pairwise([*flags, ""])
     models = [a.partition("=")[2] or b for a, b in pairs if flag_name(a) == "model"]
     has_format = any(flag_name(arg) == "load_format" for arg in flags)
     if has_format or not models or models[-1] not in real_model_names():

@@ -763,6 +763,7 @@ def test_rows_are_kept_as_they_come_until_the_time_is_over(
         (["--model", "qwen3-0.6b", "--load-format", "auto"], False),
         (["--model", "some/directory"], False),
         (["--enforce-eager"], False),
+        ([], False),
     ],
 )
 def test_a_real_size_by_its_name_has_random_weights(flags: list[str], dummy: bool) -> None:
