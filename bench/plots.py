@@ -124,6 +124,45 @@ def throughput(rows: Sequence[Row]) -> str | None:
     return picture.svg(left + WIDTH + 90, 34 + ROW * len(rows), "Throughput")
 
 
+def tradeoff(rows: Sequence[Row]) -> str | None:
+    """Throughput over the gap's p99, a point for each row; points of a stage are joined."""
+    needed = ("gap_ms.p99", "tokens_per_second")
+    rows = [row for row in rows if all(row["medians"].get(name, 0) > 0 for name in needed)]
+    if len(rows) < 2:
+        return None
+    spots = [(math.log10(r["medians"][needed[0]]), r["medians"][needed[1]]) for r in rows]
+    low, high = min(x for x, _ in spots), max(x for x, _ in spots)
+    most = 1.1 * max(y for _, y in spots)
+    left, top = 70.0, 30.0
+    picture = Picture()
+
+    def at(spot: tuple[float, float]) -> tuple[float, float]:
+        share = (spot[0] - low) / ((high - low) or 1.0)
+        return left + 20 + (WIDTH - 40) * share, top + HEIGHT * (1 - spot[1] / most)
+
+    _levels(picture, left, top, most)
+    text = "p99 of the gaps, ms, logarithmic (up: output tokens/s)"
+    picture.text(left, top + HEIGHT + 32, text, anchor="start", size=11)
+    stages = list(dict.fromkeys(row["stage"] for row in rows))
+    for index, stage in enumerate(stages):
+        mine = [at(spot) for row, spot in zip(rows, spots, strict=True) if row["stage"] == stage]
+        picture.line(mine, LINES[index % len(LINES)], 1.5)
+    for row, spot, label in zip(rows, spots, labels(rows), strict=True):
+        x, y = at(spot)
+        picture.rect(x - 4, y - 4, 8, 8, LINES[stages.index(row["stage"]) % len(LINES)])
+        picture.text(x, y - 10, label.removeprefix(f"{row['stage']}, "), size=10)
+        picture.text(x, top + HEIGHT + 14, f"{10 ** spot[0]:.3g}", size=10, fill=FAINT)
+    return picture.svg(left + WIDTH + 60, top + HEIGHT + 42, "Throughput against gaps")
+
+
+def _levels(picture: Picture, left: float, top: float, most: float) -> None:
+    """Lines across, from nothing to the most, with their values."""
+    for step in range(5):
+        y = top + HEIGHT * (1 - step / 4)
+        picture.line([(left, y), (left + WIDTH, y)], GRID, 0.5)
+        picture.text(left - 8, y + 4, f"{most * step / 4:.3g}", anchor="end", size=10, fill=FAINT)
+
+
 def goodput(rows: Sequence[Row]) -> str | None:
     """Requests per second within the SLO over those offered, a line per target; for each rate its
     newest row. The dashed line is what was offered."""
@@ -149,11 +188,7 @@ def goodput(rows: Sequence[Row]) -> str | None:
         x, bottom = at(rate, 0)
         picture.line([(x, top), (x, bottom)], GRID, 0.5)
         picture.text(x, bottom + 14, f"{rate:g}", size=10, fill=FAINT)
-    for step in range(5):
-        value = most * step / 4
-        y = at(rates[0], value)[1]
-        picture.line([(left, y), (left + WIDTH, y)], GRID, 0.5)
-        picture.text(left - 8, y + 4, f"{value:.3g}", anchor="end", size=10, fill=FAINT)
+    _levels(picture, left, top, most)
     text = "offered requests/s (up: requests/s within the SLO; dashed: as offered)"
     picture.text(left, top + HEIGHT + 32, text, anchor="start", size=11)
     offered = [min(rate, most) for rate in rates]
@@ -178,17 +213,18 @@ def _margin(names: Sequence[str]) -> float:
 KINDS: dict[str, Callable[[Sequence[Row]], str | None]] = {
     "throughput": throughput,
     "gaps": gaps,
+    "tradeoff": tradeoff,
 }
 
 
 def write(rows: Sequence[Row], directory: Path) -> list[str]:
-    """Writes KIND_WORKLOAD.svg for every workload (gaps where requests arrive by the clock); the
+    """Writes KIND_WORKLOAD.svg for every workload, gaps where requests arrive by the clock; the
     names of what was written."""
     written = []
     for workload in dict.fromkeys(row["workload"]["name"] for row in rows):
         alike = [row for row in rows if row["workload"]["name"] == workload]
         for kind, draw in KINDS.items():
-            if kind == "gaps" and not workload.startswith("decode_gap"):
+            if kind != "throughput" and not workload.startswith("decode_gap"):
                 continue
             if (svg := draw(alike)) is not None:
                 (directory / f"{kind}_{workload}.svg").write_text(svg)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from bench import cli, compare, decode_profile, gpu, result, rounds, tables
+from bench import cli, compare, decode_profile, diff, gpu, plots, result, rounds, sweep, tables
 from bench.cli import BenchOptions
 from bench.floor import Limits, ModelCost, Rates, measure_rates, physical_floor
 from bench.host import host_engine, measure_host
@@ -796,7 +796,7 @@ def test_a_whole_comparison(
     assert len(result.read_results(tmp_path / "runs.json")) == 12
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
         "gaps_decode_gap.svg", "throughput_decode_gap.svg", "throughput_nano.svg",
-        "throughput_shared_prefix.svg",
+        "throughput_shared_prefix.svg", "tradeoff_decode_gap.svg",
     ]  # fmt: skip
     assert "01_chunked_prefill" in (tmp_path / "results.md").read_text()
     assert "% of floor" in capsys.readouterr().out
@@ -1020,3 +1020,141 @@ def test_a_decode_step_reads_at_least_all_weights_and_all_keys() -> None:
     assert decode_profile.part_of("_paged_decode_attention_kernel") == "attention"
     assert decode_profile.part_of("nvjet_sm90_tst_64x8_64x16") == "linear"
     assert decode_profile.part_of("Memcpy HtoD") == decode_profile.OTHER
+
+
+# --- two files -----------------------------------------------------------------------------------
+
+
+def any_rows(*rows: Result) -> list[diff.AnyRow]:
+    return msgspec.convert(msgspec.to_builtins(list(rows)), list[diff.AnyRow], strict=False)
+
+
+def test_files_are_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    old = row("00_a", 50, created="2026-01-01")
+    result.append_results(before, [old, row("00_a", 100), row("01_b", 100)])
+    result.append_results(after, [row("00_a", 150), row("01_b", 101), row("02_c", 10)])
+    assert diff.main(before, after) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "nano cpu" in line]
+    # Runs are at 0.9, 1 and 1.2 times a row's median.
+    assert "1.500 (1.125-2.000) *" in lines[0]
+    assert "1.010 (0.758-1.347) " in lines[1]
+    assert "*" not in lines[1]
+    assert "only in the second" in lines[2]
+
+
+def test_rows_that_differ_in_settings_have_their_own_counterparts() -> None:
+    def at(speed: float, budget: int) -> Result:
+        return row("01_b", speed, config={"max_prefill_tokens_per_step": budget})
+
+    found = diff.pairs(any_rows(at(100, 128), at(200, 512)), any_rows(at(110, 128), at(100, 512)))
+    ratios = [
+        diff.ratio(pair.first, pair.second, "tokens_per_second")[:5]
+        for pair in found
+        if pair.first is not None and pair.second is not None
+    ]
+    assert ratios == ["1.100", "0.500"]
+    # One row each: changed settings may be just what is compared.
+    (pair,) = diff.pairs(any_rows(at(100, 128)), any_rows(at(110, 512)))
+    assert pair.first is not None
+    assert pair.second is not None
+
+
+def test_a_single_run_has_no_range() -> None:
+    once = row("00_a", 110)
+    once = msgspec.structs.replace(once, runs=once.runs[:1])
+    assert diff.ratio(*any_rows(row("00_a", 100), once), "tokens_per_second") == "1.100"
+    assert diff.ratio(*any_rows(row("00_a", 100), once), "nothing") == "-"
+
+
+def test_different_work_is_not_compared(tmp_path: Path) -> None:
+    changed = row("00_a", workload=WorkloadInfo("nano", "cpu", 4096, "cd" * 32))
+    with pytest.raises(ValueError, match="sha256 abababababab and cdcdcdcdcdcd"):
+        diff.pairs(any_rows(row("00_a")), any_rows(changed))
+    with pytest.raises(ValueError, match="no row"):
+        diff.pairs(any_rows(row("00_a")), any_rows(row("01_b")))
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, made_row in zip(paths, (row("00_a"), changed), strict=True):
+        result.append_results(path, [made_row])
+    command = [sys.executable, "-m", "bench.diff", *map(str, paths)]
+    done = subprocess.run(command, cwd=result.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "not the same work" in done.stderr.splitlines()[-1]
+
+
+# --- sweeps and plots ----------------------------------------------------------------------------
+
+CPU, GPU = sweep.Place(False, ("torch",)), sweep.Place(True, ("triton", "flash_attn"))
+
+
+@pytest.mark.parametrize("name", list(sweep.SWEEPS))
+@pytest.mark.parametrize("place", [CPU, GPU])
+def test_every_point_of_a_sweep_is_a_configuration(name: Any, place: sweep.Place) -> None:
+    points, workloads = sweep.SWEEPS[name](place, ())
+    assert set(workloads) <= set(WORKLOADS)
+    configs = []
+    for point in points:
+        config_class = load(point.name).Config
+        _, config = cli.parse(config_class, "bench", ["--workload", *workloads, *point.flags])
+        configs.append((point.name, config))
+    assert len(set(configs)) == len(points) > 1
+
+
+def test_a_sweep_runs_its_points_in_alternating_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def run_stage(contender: Contender, workloads: Any, number: int, timeout: float) -> Attempt:
+        started.append(contender.label)
+        assert timeout == 600
+        tokens = int(contender.flags[1])
+        config = {"max_prefill_tokens_per_step": tokens}
+        return Attempt([of(w, row(contender.name, tokens, config=config)) for w in workloads])
+
+    monkeypatch.setattr(rounds, "run_stage", run_stage)
+    flags = ["--values", "64", "128", "--output", str(tmp_path), "--device", "cpu"]
+    sweep.main(["budget", *flags])
+    name = "01_chunked_prefill --max-prefill-tokens-per-step"
+    low, high = f"{name} 64 --device cpu", f"{name} 128 --device cpu"
+    assert started == [low, high, high, low]
+    written = result.read_results(tmp_path / "budget" / "results.json")
+    assert [row.medians["tokens_per_second"] for row in written] == [64, 128]
+    assert [len(row.runs) for row in written] == [6, 6]
+    picture = (tmp_path / "budget" / "tradeoff_decode_gap.svg").read_text()
+    assert ">prefill 64<" in picture
+    assert ">prefill 128<" in picture
+    with pytest.raises(ValueError, match="regimes"):
+        sweep.SweepOptions(name="regimes", values=(1,))
+
+
+@pytest.mark.slow
+def test_a_sweep_measures_the_bundled_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.sweep", "mixed-batch", "--workload", "batch1"]
+    flags = ["--rounds", "1", "--device", "cpu", "--output", str(tmp_path)]
+    subprocess.run([*command, *flags], check=True, cwd=result.ROOT, timeout=200)
+    rows = result.read_results(tmp_path / "mixed-batch" / "results.json")
+    assert [row.config["mixed_batch"] for row in rows] == ["unified", "separate"]
+    assert [row.error for row in rows] == [None, None]
+    assert all(row.runs[0].failed == 0 for row in rows)
+
+
+def test_rows_are_labelled_by_what_tells_them_apart() -> None:
+    def made_row(stage: str, **config: Any) -> dict[str, Any]:
+        return {"stage": stage, "config": {"mixed_batch": "unified", **config}}
+
+    rows = [made_row("a"), made_row("b", max_prefill_defer=0), made_row("b", max_prefill_defer=3)]
+    assert plots.labels(rows) == ["a", "b, defer 0", "b, defer 3"]
+
+
+def test_pictures_leave_out_rows_without_their_numbers() -> None:
+    rows = [row("00_a"), row("01_b"), row("02_c", runs=[], medians={}, spread={}, error="broke")]
+    plain: list[dict[str, Any]] = msgspec.to_builtins(rows)
+    del plain[1]["medians"]["gap_ms.p99"]
+    for kind, shown in (("throughput", "00_a 01_b"), ("gaps", "00_a")):
+        picture = plots.KINDS[kind](plain)
+        assert picture is not None
+        named = [name for name in ("00_a", "01_b", "02_c") if name in picture]
+        assert named == shown.split()
+    assert plots.tradeoff(plain) is None
+    assert plots.throughput(plain[2:]) is plots.gaps(plain[2:]) is plots.goodput([]) is None
