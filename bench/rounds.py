@@ -4,6 +4,7 @@ order (A B C, C B A), and one row per contender and workload made of them."""
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -46,6 +47,23 @@ class RunOptions:
             raise ValueError("rounds must be at least 1")
         if self.timeout <= 0 or (self.time_limit is not None and self.time_limit <= 0):
             raise ValueError("timeout and time-limit must be positive")
+
+    def at_most(self, count: int) -> str:
+        """How long so many processes may take."""
+        seconds = min(count * self.timeout, self.time_limit or math.inf)
+        return f"at most {seconds / 60:.0f} min together"
+
+    def next_timeout(self, started: float) -> float:
+        """For a process that starts now, on the clock of `time.monotonic`.
+
+        Raises RuntimeError when the time for all is over.
+        """
+        if self.time_limit is None:
+            return self.timeout
+        left = started + self.time_limit - time.monotonic()
+        if left <= 0:
+            raise RuntimeError(f"the {self.time_limit:.0f} s were over")
+        return min(self.timeout, left)
 
 
 @dataclass(frozen=True)
@@ -164,31 +182,30 @@ class Processes:
     done: int = 0
 
     def announce(self) -> None:
-        most = self.count * self.options.timeout
-        if self.options.time_limit is not None:
-            most = min(most, self.options.time_limit)
-        logger.info(
-            "%d processes, each with %s; at most %.0f min together",
-            self.count, ", ".join(self.workloads), most / 60,
-        )  # fmt: skip
+        names = ", ".join(self.workloads)
+        most = self.options.at_most(self.count)
+        logger.info("%d processes, each with %s; %s", self.count, names, most)
 
     def __call__(self, contender: Contender, number: int, seen: Sequence[Result]) -> Attempt:
-        timeout = self.options.timeout
-        if self.options.time_limit is not None:
-            timeout = min(timeout, self.started + self.options.time_limit - time.monotonic())
-        if timeout <= 0:
-            attempt = Attempt([], f"the {self.options.time_limit:.0f} s were over")
-        elif contender.command is None:
-            attempt = run_stage(contender, self.workloads, number, timeout)
+        try:
+            timeout = self.options.next_timeout(self.started)
+        except RuntimeError as error:
+            attempt = Attempt([], str(error))
         else:
-            command = contender.command
-            rows, problem = external.run(
-                contender.name, command, self.workloads, number, seen, timeout
-            )
-            attempt = Attempt(rows, problem)
+            attempt = self._attempt(contender, number, seen, timeout)
         append_results(self.options.output / "runs.json", attempt.rows)
         self._log(contender, number, attempt)
         return attempt
+
+    def _attempt(
+        self, contender: Contender, number: int, seen: Sequence[Result], timeout: float
+    ) -> Attempt:
+        if contender.command is None:
+            return run_stage(contender, self.workloads, number, timeout)
+        rows, problem = external.run(
+            contender.name, contender.command, self.workloads, number, seen, timeout
+        )
+        return Attempt(rows, problem)
 
     def _log(self, contender: Contender, number: int, attempt: Attempt) -> None:
         self.done += 1

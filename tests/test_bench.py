@@ -600,6 +600,15 @@ def test_ratios_are_to_the_first_stage_of_the_same_comparison() -> None:
     assert ratios == ["1.00", "1.50", "1.00", "0.75"]
 
 
+def test_ratios_of_a_sweep_are_to_its_first_point() -> None:
+    points = [{"max_prefill_tokens_per_step": tokens} for tokens in (128, 512, 2048)]
+    speeds = [100, 150, 200]
+    rows = [row("01_b", v, config=c) for v, c in zip(speeds, points, strict=True)]
+    ((_, headers, cells),) = tables.tables(rows)
+    assert [line[headers.index("ratio")] for line in cells] == ["1.00", "1.50", "2.00"]
+    assert cells[0][headers.index("config")] == "prefill 128"
+
+
 def test_other_machines_and_other_work_get_tables_of_their_own() -> None:
     other = row("00_a", hardware=Hardware("other CPU", 8))
     changed = row("00_a", workload=WorkloadInfo("nano", "cpu", 4096, "cd" * 32))
