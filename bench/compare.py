@@ -14,7 +14,6 @@ workload, `results.json` one per stage and workload; both only ever grow. `resul
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +26,7 @@ import steps as stages
 from bench.cli import flag_name
 from bench.rounds import Contender, RunOptions, run_comparison
 from bench.workloads import WorkloadName
+from shared.cli import run_main
 from shared.models.config import real_model_names
 
 
@@ -90,17 +90,17 @@ def with_weights(flags: Sequence[str]) -> list[str]:
     return [*flags, "--load-format", "dummy"]
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit status: 1 if something failed; its row says why."""
     options, flags = tyro.cli(
         CompareOptions, prog="python -m bench.compare", args=args, return_unknown_args=True
     )
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     names = stage_names(options.steps)
     flags = with_weights(flags)
     contenders = [Contender(name, tuple(flags_for(name, names, flags))) for name in names]
     contenders += external_engines(options.external)
-    run_comparison(contenders, options.workload, options)
+    return run_comparison(contenders, options.workload, options)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

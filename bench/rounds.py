@@ -22,6 +22,7 @@ from bench.call import call
 from bench.result import Result, append_results, percent_of_floor, read_results, summarise
 from bench.tables import markdown, rich_tables
 from bench.workloads import WorkloadName
+from shared.cli import EXIT_FAILED
 
 logger = logging.getLogger(__name__)
 
@@ -225,11 +226,16 @@ class Processes:
 
 def run_comparison(
     contenders: Sequence[Contender], workloads: Sequence[WorkloadName], options: RunOptions
-) -> list[Result]:
-    """Runs, prints, writes. A contender that loses or fails keeps its row."""
+) -> int:
+    """Runs, prints, writes. A contender that loses or fails keeps its row. Exit status: 1 if
+    something failed."""
     processes = Processes(workloads, options, count=len(contenders) * options.rounds)
     processes.announce()
-    rows = compare(contenders, workloads, options.rounds, processes)
+    try:
+        rows = compare(contenders, workloads, options.rounds, processes)
+    except RuntimeError as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
     path = options.output / "results.json"
     append_results(path, rows)
     (options.output / "results.md").write_text(markdown(read_results(path)))
@@ -239,4 +245,4 @@ def run_comparison(
         console = Console(width=PIPED_WIDTH)
     console.print(*rich_tables(rows))
     logger.info("%s; plots: %s", path, ", ".join(drawn) or "none")
-    return rows
+    return EXIT_FAILED if any(row.error is not None for row in rows) else 0

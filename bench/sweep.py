@@ -17,7 +17,6 @@ most is printed first. Files are those of `bench.compare`, in a directory named 
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,6 +29,7 @@ from bench.cli import flag_name
 from bench.compare import flags_for, with_weights
 from bench.rounds import Contender, RunOptions, run_comparison
 from bench.workloads import WorkloadName
+from shared.cli import run_main
 
 SweepName = Literal["budget", "batched-tokens", "mixed-batch", "graphs", "regimes"]
 
@@ -149,19 +149,19 @@ def _point(stage: str, **settings: str | int | bool) -> Contender:
     return Contender(STAGES[stage], tuple(flags))
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit status: 1 if something failed; its row says why."""
     options, flags = tyro.cli(
         SweepOptions, prog="python -m bench.sweep", args=args, return_unknown_args=True
     )
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     points, workloads = SWEEPS[options.name](Place.here(flags), options.values)
     flags = with_weights(flags)
     stages = list(dict.fromkeys(point.name for point in points))
     contenders = [replace(p, flags=(*p.flags, *flags_for(p.name, stages, flags))) for p in points]
     directory = options.output / options.name
     workloads = list(options.workload) or workloads
-    run_comparison(contenders, workloads, replace(options, output=directory))
+    return run_comparison(contenders, workloads, replace(options, output=directory))
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

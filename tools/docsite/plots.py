@@ -22,7 +22,7 @@ def of_goodput() -> list[tuple[str, str]]:
     """(caption, SVG) for every file of an online rate sweep, and each kind of load in it."""
     found = []
     for name in results.files():
-        for context, rows in results.online_rows(name).items():
+        for context, rows in results.online_rows(name):
             if (svg := plots.goodput(rows)) is not None:
                 caption = f"{'; '.join(context)}. From `bench/results/{name}`."
                 found.append((caption, svg))
