@@ -125,34 +125,47 @@ def throughput(rows: Sequence[Row]) -> str | None:
 
 
 def tradeoff(rows: Sequence[Row]) -> str | None:
-    """Throughput over the gap's p99, a point for each row; points of a stage are joined."""
+    """Throughput over the gap's p99, a point for each row."""
     needed = ("gap_ms.p99", "tokens_per_second")
     rows = [row for row in rows if all(row["medians"].get(name, 0) > 0 for name in needed)]
     if len(rows) < 2:
         return None
-    spots = [(math.log10(r["medians"][needed[0]]), r["medians"][needed[1]]) for r in rows]
-    low, high = min(x for x, _ in spots), max(x for x, _ in spots)
-    most = 1.1 * max(y for _, y in spots)
+    spots = [(r["medians"][needed[0]], r["medians"][needed[1]]) for r in rows]
+    low, high = (math.log10(end(x for x, _ in spots)) for end in (min, max))
+    most = _round_up(1.05 * max(y for _, y in spots))
     left, top = 70.0, 30.0
     picture = Picture()
 
-    def at(spot: tuple[float, float]) -> tuple[float, float]:
-        share = (spot[0] - low) / ((high - low) or 1.0)
-        return left + 20 + (WIDTH - 40) * share, top + HEIGHT * (1 - spot[1] / most)
+    def at(milliseconds: float, speed: float) -> tuple[float, float]:
+        share = (math.log10(milliseconds) - low) / ((high - low) or 1.0)
+        return left + 40 + (WIDTH - 80) * share, top + HEIGHT * (1 - speed / most)
 
     _levels(picture, left, top, most)
+    for exponent in range(math.floor(low), math.ceil(high) + 1):
+        for tick in (factor * 10.0**exponent for factor in (1, 2, 5)):
+            if low <= math.log10(tick) <= high:
+                x, bottom = at(tick, 0)
+                picture.line([(x, top), (x, bottom)], GRID, 0.5)
+                picture.text(x, bottom + 14, f"{tick:g}", size=10, fill=FAINT)
     text = "p99 of the gaps, ms, logarithmic (up: output tokens/s)"
     picture.text(left, top + HEIGHT + 32, text, anchor="start", size=11)
     stages = list(dict.fromkeys(row["stage"] for row in rows))
-    for index, stage in enumerate(stages):
-        mine = [at(spot) for row, spot in zip(rows, spots, strict=True) if row["stage"] == stage]
-        picture.line(mine, LINES[index % len(LINES)], 1.5)
     for row, spot, label in zip(rows, spots, labels(rows), strict=True):
-        x, y = at(spot)
+        x, y = at(*spot)
         picture.rect(x - 4, y - 4, 8, 8, LINES[stages.index(row["stage"]) % len(LINES)])
         picture.text(x, y - 10, label.removeprefix(f"{row['stage']}, "), size=10)
-        picture.text(x, top + HEIGHT + 14, f"{10 ** spot[0]:.3g}", size=10, fill=FAINT)
     return picture.svg(left + WIDTH + 60, top + HEIGHT + 42, "Throughput against gaps")
+
+
+def _round_up(value: float) -> float:
+    """To a number of which a quarter is round, so that the axis can be read."""
+    quarter = value / 4
+    unit = 10.0 ** math.floor(math.log10(quarter))
+    return (
+        4
+        * unit
+        * next(n for n in (1, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10) if quarter <= n * unit * (1 + 1e-9))
+    )
 
 
 def _levels(picture: Picture, left: float, top: float, most: float) -> None:
@@ -160,7 +173,7 @@ def _levels(picture: Picture, left: float, top: float, most: float) -> None:
     for step in range(5):
         y = top + HEIGHT * (1 - step / 4)
         picture.line([(left, y), (left + WIDTH, y)], GRID, 0.5)
-        picture.text(left - 8, y + 4, f"{most * step / 4:.3g}", anchor="end", size=10, fill=FAINT)
+        picture.text(left - 8, y + 4, f"{most * step / 4:g}", anchor="end", size=10, fill=FAINT)
 
 
 def goodput(rows: Sequence[Row]) -> str | None:
@@ -176,7 +189,8 @@ def goodput(rows: Sequence[Row]) -> str | None:
         return None
     low, high = math.log2(rates[0]), math.log2(rates[-1])
     span = (high - low) or 1.0
-    most = 1.1 * max(value for points in lines.values() for value in points.values()) or 1.0
+    best = max(value for points in lines.values() for value in points.values())
+    most = _round_up(best or 1.0)
     left, top = 60.0, 30.0
     picture = Picture()
 
@@ -191,8 +205,9 @@ def goodput(rows: Sequence[Row]) -> str | None:
     _levels(picture, left, top, most)
     text = "offered requests/s (up: requests/s within the SLO; dashed: as offered)"
     picture.text(left, top + HEIGHT + 32, text, anchor="start", size=11)
-    offered = [min(rate, most) for rate in rates]
-    picture.line([at(r, v) for r, v in zip(rates, offered, strict=True)], FAINT, 1, dashed=True)
+    end = math.log2(min(rates[-1], max(most, rates[0])))
+    offered = [2 ** (low + (end - low) * part / 20) for part in range(21)]
+    picture.line([at(rate, min(rate, most)) for rate in offered], FAINT, 1, dashed=True)
     x = left
     for index, (label, points) in enumerate(lines.items()):
         colour = LINES[index % len(LINES)]

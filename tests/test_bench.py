@@ -1156,6 +1156,11 @@ def test_rows_are_labelled_by_what_tells_them_apart() -> None:
     assert plots.labels(rows) == ["a", "b, defer 0", "b, defer 3"]
 
 
+def test_axes_end_at_round_numbers() -> None:
+    tops = [plots._round_up(value) for value in (0.3, 4, 17.6, 219, 23_390)]
+    assert tops == pytest.approx([0.3, 4, 20, 300, 30_000])
+
+
 def test_pictures_leave_out_rows_without_their_numbers() -> None:
     rows = [row("00_a"), row("01_b"), row("02_c", runs=[], medians={}, spread={}, error="broke")]
     plain: list[dict[str, Any]] = msgspec.to_builtins(rows)
