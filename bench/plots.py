@@ -161,11 +161,8 @@ def _round_up(value: float) -> float:
     """To a number of which a quarter is round, so that the axis can be read."""
     quarter = value / 4
     unit = 10.0 ** math.floor(math.log10(quarter))
-    return (
-        4
-        * unit
-        * next(n for n in (1, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10) if quarter <= n * unit * (1 + 1e-9))
-    )
+    steps = (1, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10)
+    return 4 * unit * next(n for n in steps if quarter <= n * unit * (1 + 1e-9))
 
 
 def _levels(picture: Picture, left: float, top: float, most: float) -> None:

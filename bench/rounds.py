@@ -19,7 +19,14 @@ from rich.console import Console
 
 from bench import external, plots
 from bench.call import call
-from bench.result import Result, append_results, percent_of_floor, read_results, summarise
+from bench.result import (
+    Result,
+    append_results,
+    common_config,
+    percent_of_floor,
+    read_results,
+    summarise,
+)
 from bench.tables import markdown, rich_tables
 from bench.workloads import WorkloadName
 from shared.cli import EXIT_FAILED
@@ -129,11 +136,13 @@ def compare(
         if like is None:
             logger.error("nothing ran %s", workload)
             continue
-        merged += [merge(c.name, workload, attempts[c], like) for c in contenders]
+        merged += [merge(c, workload, attempts[c], like) for c in contenders]
     return merged
 
 
-def merge(name: str, workload: WorkloadName, attempts: Sequence[Attempt], like: Result) -> Result:
+def merge(
+    contender: Contender, workload: WorkloadName, attempts: Sequence[Attempt], like: Result
+) -> Result:
     """One row of a contender's processes; one that never ran borrows the context of `like`."""
     found = [(attempt.row(workload), attempt.problem) for attempt in attempts]
     rows = [row for row, _ in found if row is not None]
@@ -144,9 +153,14 @@ def merge(name: str, workload: WorkloadName, attempts: Sequence[Attempt], like: 
     # The best rates seen are closest to what the device can do.
     floors = [row.floor for row in rows if row.floor is not None]
     floor = max(floors, key=lambda f: f.tokens_per_second, default=None)
+    if rows:
+        base = rows[0]
+    else:
+        config = {**common_config(like), "flags": " ".join(contender.flags)}
+        base = msgspec.structs.replace(like, config=config)
     return msgspec.structs.replace(
-        rows[0] if rows else like,
-        stage=name,
+        base,
+        stage=contender.name,
         runs=runs,
         medians=medians,
         spread=spread,

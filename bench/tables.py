@@ -84,8 +84,9 @@ def _cell(row: Result, name: str, form: str) -> str:
 def _config_cell(row: Result) -> str:
     config = row.config
     parts = []
-    for name, form in (("attention_backend", "{}"), ("kvcache_block_size", "block {}")):
-        if name in config:
+    names = {"attention_backend": "{}", "kvcache_block_size": "block {}", "flags": "{}"}
+    for name, form in names.items():
+        if config.get(name):
             parts.append(form.format(config[name]))
     for name, short in (("tensor_parallel_size", "TP"), ("data_parallel_size", "DP")):
         if config.get(name, 1) != 1:

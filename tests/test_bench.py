@@ -686,7 +686,7 @@ def of(workload: str, made_row: Result) -> Result:
     return msgspec.structs.replace(made_row, workload=info)
 
 
-CONTENDERS = [Contender("A"), Contender("B"), Contender("C")]
+CONTENDERS = [Contender("A"), Contender("B", ("--fast",)), Contender("C")]
 
 
 def test_comparison_keeps_stages_that_fail() -> None:
@@ -709,6 +709,8 @@ def test_comparison_keeps_stages_that_fail() -> None:
         (work, name) for work in ("nano", "shared_prefix") for name in "ABC"
     ]
     assert [len(m.runs) for m in merged] == [6, 0, 6] * 2
+    # What never ran has no settings, and shows no others'.
+    assert merged[1].config == {"dtype": "float32", "flags": "--fast"}
     # An error of one workload is not one of another that the same process ran.
     half_way = [None, "out of memory", "RuntimeError: half way"]
     assert [m.error for m in merged] == [None, "out of memory", None, *half_way]

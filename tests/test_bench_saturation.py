@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import plots
+from bench import diff, plots
 from bench.online import saturation
 from bench.online.row import append_online, read_online
+from bench.result import read_rows
 from tests.test_bench_online import row_at
 
 
@@ -110,3 +111,17 @@ def test_goodput_is_drawn_with_the_standard_library_alone(tmp_path: Path) -> Non
     rows[1]["rate_rps"] = None
     assert plots.goodput(rows) is not None
     assert plots.goodput(rows[:2]) is None
+
+
+def test_online_files_are_compared_by_rate(tmp_path: Path) -> None:
+    path = tmp_path / "online.json"
+    append_online(path, [row_at(1.0, "a"), row_at(2.0, "a")])
+    rows = read_rows(path, list[diff.AnyRow], 1)
+    (same, other) = diff.pairs(rows, [*rows[:1], msgspec.structs.replace(rows[1], label="b")])[:2]
+    assert same.first is not None
+    assert same.second is not None
+    assert same.name == "saturation 1 requests/s a m"
+    assert other.second is None
+    assert diff.ratio(same.first, same.second, "goodput.requests_per_second") == "1.000"
+    with pytest.raises(ValueError, match="saturation 2 requests/s is not the same work"):
+        diff.pairs(rows, [rows[0], msgspec.structs.replace(rows[1], sha256="f" * 64)])

@@ -122,13 +122,12 @@ def _row(
 ) -> Result:
     run = measured.metrics(workload)
     medians, spread = results.summarise([run])
-    shared = {key: like.config.get(key) for key in ("model", "load_format", "dtype", "device")}
     return msgspec.structs.replace(
         like,
         stage=name,
         created=results.now(),
         versions=report.versions,
-        config={**shared, **report.config, "external": command},
+        config={**results.common_config(like), **report.config, "external": command},
         runs=[run],
         medians=medians,
         spread=spread,

@@ -37,6 +37,9 @@ DEFAULT_COLUMNS = {
 OTHER_COLUMNS = ["tokens_per_second", "ttft_ms.p50", "tpot_ms.p50", "gap_ms.p99"]
 # Effective settings that tell rows of one stage apart.
 SETTINGS = {
+    "attention_backend": "{}",
+    "kvcache_block_size": "block {}",
+    "flags": "{}",  # of a row that never ran, and so has no settings
     "max_prefill_tokens_per_step": "prefill {}",
     "mixed_batch": "{}",
     "max_prefill_defer": "defer {}",
@@ -49,6 +52,7 @@ DEFAULTS = {
     "enforce_eager": False,
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,
+    "flags": "",
 }
 
 
@@ -109,14 +113,11 @@ def context(row: Row) -> tuple[str, ...]:
 
 def settings(row: Row) -> str:
     config, parts = row["config"], []
-    parts.append(
-        f"{config.get('attention_backend', '?')}, block {config.get('kvcache_block_size')}"
-    )
     for name, form in SETTINGS.items():
         value = config.get(name)
         if value is not None and value != DEFAULTS.get(name):
             parts.append(form.format(value))
-    return ", ".join(parts)
+    return ", ".join(parts) or "-"
 
 
 def commit(row: Row) -> str:
