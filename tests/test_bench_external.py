@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench import compare, external, result, rounds
+from bench import compare, external, result, rounds, tables
 from bench.external import adapter, nano_vllm, vllm
 from bench.offline import Driver
 from bench.result import Hardware, Result, WorkloadInfo
@@ -148,6 +149,26 @@ def test_another_engine_alternates_with_the_stages(
     assert [run.repeat for run in merged[1].runs] == [0, 1]
     raw = result.read_results(tmp_path / "runs.json")
     assert [row.stage for row in raw] == ["00_baseline", "other", "other", "00_baseline"]
+
+
+@pytest.mark.slow
+def test_a_comparison_of_a_stage_and_another_engine(foreign: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.compare", "--steps", "00_baseline"]
+    flags = ["--workload", "batch1", "shared_prefix", "--rounds", "1", "--output", str(tmp_path)]
+    engine = ["--device", "cpu", "--dtype", "float32", "--external", f"other={foreign}"]
+    done = subprocess.run(
+        [*command, *flags, *engine], cwd=result.ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    rows = result.read_results(tmp_path / "results.json")
+    works = ("batch1", "shared_prefix")
+    assert [(row.workload.name, row.stage) for row in rows] == [
+        (work, stage) for work in works for stage in ("00_baseline", "other")
+    ]
+    assert all(row.error is None and row.runs[0].failed == 0 for row in rows)
+    assert len(tables.tables(rows)) == 2  # they stand side by side
+    # What the adapters take from a stage is there.
+    assert adapter.options(rows[0].config)["max_num_seqs"] == 512
 
 
 @pytest.mark.parametrize("text", ["vllm", "=command", "name=", "00_baseline=command"])

@@ -137,7 +137,7 @@ class Expander:
         code = f'``` {{ .{language} linenums="{region.first}" }}\n{region.text.rstrip()}\n```'
         if not fold:
             return f'<p class="where">{self.link(region, where)}</p>\n\n{code}\n'
-        title = f"{name or path} ({region.num_lines} lines)"
+        title = f"`{name or path}` ({region.num_lines} lines)"
         inner = f'<p class="where">{self.link(region, where)}</p>\n\n{code}'
         return f'??? quote "{title}"\n\n{_indented(inner)}\n'
 
