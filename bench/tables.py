@@ -41,9 +41,9 @@ def context(row: Result) -> str:
 def tables(rows: Sequence[Result]) -> list[tuple[str, list[str], list[list[str]]]]:
     """(caption, headers, cells): one table per workload, model and machine, in order of arrival.
 
-    A row's ratio is its throughput over that of the first stage, in that stage's latest row so far:
-    rows of an older commit are not what a newer one was run against. Micro workloads compare time
-    per token; above 1 is always faster.
+    A row's ratio is its throughput over that of the first row, or of the latest so far of that
+    stage with the same settings: rows of an older commit are not what a newer one was run against.
+    Micro workloads compare time per token; above 1 is always faster.
     """
     groups: dict[str, list[Result]] = {}
     for row in rows:
@@ -57,7 +57,8 @@ def _table(rows: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     cells = []
     reference = rows[0]
     for row in rows:
-        if row.stage == reference.stage and row.medians:
+        alike = row.stage == reference.stage and _config_cell(row) == _config_cell(reference)
+        if alike and row.medians:
             reference = row
         line = [row.stage, *(_cell(row, name, form) for _, name, form in columns)]
         percent, ratio = row.percent_of_floor, _ratio(row, reference)
@@ -82,7 +83,11 @@ def _cell(row: Result, name: str, form: str) -> str:
 
 def _config_cell(row: Result) -> str:
     config = row.config
-    parts = [str(config.get("attention_backend", "?")), f"block {config.get('kvcache_block_size')}"]
+    parts = []
+    names = {"attention_backend": "{}", "kvcache_block_size": "block {}", "flags": "{}"}
+    for name, form in names.items():
+        if config.get(name):
+            parts.append(form.format(config[name]))
     for name, short in (("tensor_parallel_size", "TP"), ("data_parallel_size", "DP")):
         if config.get(name, 1) != 1:
             parts.append(f"{short}{config[name]}")
@@ -94,7 +99,7 @@ def _config_cell(row: Result) -> str:
         parts.append("separate")
     if (num_steps := config.get("max_prefill_defer")) is not None:
         parts.append(f"defer {num_steps}")
-    return ", ".join(parts)
+    return ", ".join(parts) or "-"
 
 
 def _ratio(row: Result, first: Result) -> float | None:
