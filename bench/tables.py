@@ -178,13 +178,17 @@ def _floor_lines(row: Result) -> list[tuple[str, str]]:
 
 
 def rich_tables(rows: Sequence[Result]) -> list[Table]:
-    """The same tables for the terminal."""
+    """The same tables for the terminal. What is equal in all rows stands above them once."""
     rendered = []
     for caption, headers, cells in tables(rows):
-        table = Table(title=caption, title_justify="left")
-        for index, header in enumerate(headers):
+        columns = list(zip(headers, *cells, strict=True))
+        same = [c for c in columns[1:] if len(cells) > 1 and len(set(c[1:])) == 1]
+        title = "; ".join([caption, *(f"{c[0]} {c[1]}" for c in same if c[1] != "-")])
+        kept = [column for column in columns if column not in same]
+        table = Table(title=title, title_justify="left")
+        for index, (header, *_) in enumerate(kept):
             table.add_column(header, justify="left" if index == 0 else "right", overflow="fold")
-        for line in cells:
+        for line in zip(*(column[1:] for column in kept), strict=True):
             table.add_row(*line)
         rendered.append(table)
     return rendered

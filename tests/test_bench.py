@@ -609,6 +609,15 @@ def test_ratios_of_a_sweep_are_to_its_first_point() -> None:
     assert cells[0][headers.index("config")] == "prefill 128"
 
 
+def test_the_terminal_shows_once_what_all_rows_have_in_common() -> None:
+    (table,) = tables.rich_tables([row("00_a", 100), row("01_b", 50, percent_of_floor=7.0)])
+    headers = [column.header for column in table.columns]
+    assert headers == ["stage", "tokens/s", "% of floor", "ratio"]
+    assert "; runs 3; commit c0ffeec0ff+changes" in str(table.title)
+    (single,) = tables.rich_tables([row("00_a")])
+    assert "commit" in [column.header for column in single.columns]
+
+
 def test_other_machines_and_other_work_get_tables_of_their_own() -> None:
     other = row("00_a", hardware=Hardware("other CPU", 8))
     changed = row("00_a", workload=WorkloadInfo("nano", "cpu", 4096, "cd" * 32))

@@ -97,7 +97,7 @@ def test_servers_are_started_measured_and_stopped(tmp_path: Path) -> None:
     assert "00_baseline" in picture
     assert "01_chunked_prefill" in picture
     for name in ("00_baseline", "01_chunked_prefill"):
-        assert "serving" in (tmp_path / f"{name}.log").read_text()
+        assert "serving" in (tmp_path / f"{name}_0.log").read_text()
 
 
 def test_goodput_is_drawn_with_the_standard_library_alone(tmp_path: Path) -> None:

@@ -144,7 +144,8 @@ def measure(
     """
     path = output / "runs.json"
     known = len(read_online(path)) if path.exists() else 0
-    with server(engine, flags, output / f"{engine}.log") as url:
+    log = output / f"{engine}_{number}.log"
+    with server(engine, flags, log) as url:
         command = [
             sys.executable, "-m", "bench.online", "--base-url", url, "--label", engine,
             "--scenario", "saturation", "--first-repeat", str(number), "--output", str(path),
@@ -156,12 +157,12 @@ def measure(
             logger.error("%s: stopped after %.0f s", engine, limit)
     rows = read_online(path)[known:] if path.exists() else []
     if not rows:
-        raise RuntimeError(f"nothing was measured; see {output / engine}.log")
+        raise RuntimeError(f"nothing was measured; see {log}")
     return rows
 
 
 def run(options: SaturationOptions, flags: Sequence[str]) -> int:
-    """Exit status: 1 if an engine was not measured in some round."""
+    """Exit status: 1 if an engine was not measured at some rate in some round."""
     names = engine_names(options.engines)
     client, for_servers = split_flags(flags)
     for_servers = with_weights(for_servers)
@@ -174,7 +175,9 @@ def run(options: SaturationOptions, flags: Sequence[str]) -> int:
         try:
             limit = options.next_timeout(started)
             own = flags_for(engine, names, for_servers)
-            rows += measure(engine, number, client, own, output, limit)
+            found = measure(engine, number, client, own, output, limit)
+            failed = failed or any(row.error is not None for row in found)
+            rows += found
         except RuntimeError as error:
             failed = True
             logger.error("round %d, %s: %s", number + 1, engine, error)
