@@ -75,7 +75,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def tests_full(session: nox.Session) -> None:
     """All tests that need no GPU, the slow ones included; those of the site need Chromium."""
-    install(session, "dev", "docs", "browser")
+    install(session, "dev", "docs", "browser", "ray")
     pytest(session, "-m", "not gpu")
 
 

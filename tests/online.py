@@ -50,7 +50,7 @@ class FakeEngine(RequestSide):
     cuts_prompts = True
     eos_token_ids = ()
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], end: Any = None) -> None:
         self.config = online("config").Config(**options)
         self.recorder = StepRecorder(None)
         self.runner = FakeRunner(LIMITS)
@@ -133,19 +133,19 @@ class Fussy(FakeEngine):
         super().add_request(request_id, *arguments)
 
 
-def unusable(options: dict[str, Any]) -> Any:
+def unusable(options: dict[str, Any], end: Any) -> Any:
     raise ValueError("num_kvcache_blocks=7 does not please me")
 
 
-def unreadable(options: dict[str, Any]) -> Any:
+def unreadable(options: dict[str, Any], end: Any) -> Any:
     return open("/nonexistent/model")
 
 
-def broken(options: dict[str, Any]) -> Any:
+def broken(options: dict[str, Any], end: Any) -> Any:
     raise ZeroDivisionError("out of luck")
 
 
-def vanishing(options: dict[str, Any]) -> Any:
+def vanishing(options: dict[str, Any], end: Any) -> Any:
     os._exit(7)
 
 
@@ -165,10 +165,9 @@ class CheckedEngine:
 
 
 class DistantPool:
-    """What the contract looks at, of an engine in a thread. It checks itself there."""
+    """What the contract looks at, of engines in threads: the fullest. They check themselves."""
 
-    def __init__(self, front: Any, behind: Any) -> None:
-        self._front = front
+    def __init__(self, behind: list[Any]) -> None:
         self._behind = behind
 
     def check(self) -> None:
@@ -178,29 +177,38 @@ class DistantPool:
     def num_free_blocks(self) -> int:
         """Once everything that was sent has been taken."""
         self._wait()
-        return int(self._behind.block_manager.num_free_blocks)
+        return min(int(engine.block_manager.num_free_blocks) for engine in self._behind)
 
     @property
     def num_free(self) -> int:
         self._wait()
-        return int(self._behind.table.num_free)
+        return min(int(engine.table.num_free) for engine in self._behind)
 
     def _wait(self) -> None:
         deadline = time.monotonic() + SECONDS
-        while self._behind.has_unfinished_requests():
+        while any(engine.has_unfinished_requests() for engine in self._behind):
             assert time.monotonic() < deadline, "the engine does not fall idle"
             time.sleep(0.001)
 
 
 def engine_in_thread(module: ModuleType, config: Any) -> Any:
+    """A wrapping stage's Engine; each engine behind it in a thread."""
+    is_parallel = hasattr(config, "of_replica")
+    builder = "replica" if is_parallel else "config"
+    build_engine = importlib.import_module(f"{module.__name__}.{builder}").build_engine
     behind: list[Any] = []
 
-    def build(options: dict[str, Any]) -> Any:
-        engine = online("config").build_engine(options)
+    def build(options: dict[str, Any], end: Any) -> Any:
+        engine = build_engine(options, end)
         behind.append(engine)
         return CheckedEngine(engine)
 
-    client = online("client").EngineClient(config, build, in_process=True)
-    engine = module.Engine(config, client)
-    engine.block_manager = engine.table = DistantPool(engine, behind[0])
+    EngineClient = online("client").EngineClient
+    if is_parallel:
+        configs = [config.of_replica(number) for number in range(config.data_parallel_size)]
+        clients = [EngineClient(one, build, in_process=True) for one in configs]
+        engine = module.Engine(config, clients)
+    else:
+        engine = module.Engine(config, EngineClient(config, build, in_process=True))
+    engine.block_manager = engine.table = DistantPool(behind)
     return engine

@@ -10,6 +10,7 @@ from shared.engine.block_manager import BlockManager
 from shared.engine.queues import Queues
 from shared.engine.request import check_request, check_request_id, make_sequences
 from shared.engine.result import Runner
+from shared.engine.seeds import request_seed
 from shared.engine.slots import Limits
 from shared.engine.stats import EngineStats
 from shared.engine.trace import StepRecord, StepRecorder
@@ -28,6 +29,8 @@ class RequestSide:
     seeds: np.random.Generator
     cuts_prompts: bool
     """Can it compute a prompt in several steps? If not, a prompt must fit the budget of one."""
+    decodes_in_front: bool
+    """Do its mixed batches have the decodes before the chunks?"""
 
     closed = False
 
@@ -43,7 +46,7 @@ class RequestSide:
         if request_id in self.queues:
             raise ValueError(f"request_id {request_id!r} is already running")
         tokens = self.check_request(prompt_token_ids, params)
-        seed = params.seed if params.seed is not None else int(self.seeds.integers(2**63))
+        seed = request_seed(params, self.seeds)
         self.queues.add(
             make_sequences(request_id, tokens, params, self.limits, self.eos_token_ids, seed)
         )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from shared.sampling_params import SamplingParams
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 
@@ -14,6 +18,11 @@ def sequence_seed(seed: int, index: int) -> int:
     """
     mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ (index & _MASK64))
     return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def request_seed(params: SamplingParams, seeds: np.random.Generator) -> int:
+    """The request's own, or one drawn for it."""
+    return params.seed if params.seed is not None else int(seeds.integers(2**63))
 
 
 def _splitmix64(x: int) -> int:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import msgspec
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class StepCounters(msgspec.Struct, kw_only=True):
@@ -55,3 +60,19 @@ class EngineStats(msgspec.Struct, kw_only=True):
     @property
     def used_blocks(self) -> int:
         return self.num_blocks - self.free_blocks
+
+
+def total(stats: Sequence[EngineStats]) -> EngineStats:
+    """Of several engines together."""
+    summed = _sum(EngineStats(), *stats)
+    summed.counters = _sum(StepCounters(), *(one.counters for one in stats))
+    summed.block_size = stats[0].block_size if stats else 0
+    return summed
+
+
+def _sum(start: T, *others: T) -> T:
+    """Every number of `start` raised by those of the others."""
+    for name in start.__struct_fields__:
+        if name != "counters":
+            setattr(start, name, sum((getattr(one, name) for one in others), getattr(start, name)))
+    return start

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -35,6 +36,30 @@ class QueueFull(RuntimeError):
 
 class RequestRefused(ValueError):
     """The engine itself refused a request that had passed every check on this side."""
+
+
+class Replica(Protocol):
+    """One engine, as whoever runs the server sees it."""
+
+    tokenizer: Tokenizer | None
+    num_restarts: int
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+    @property
+    def outstanding_tokens(self) -> int: ...
+
+    def step_records(self) -> AsyncGenerator[list[StepRecord], None]: ...
 
 
 class Stream(AsyncIterator[list[StepOutput]]):
@@ -102,7 +127,8 @@ class Stream(AsyncIterator[list[StepOutput]]):
 class AsyncEngine:
     """`await AsyncEngine.start(config)`, then `generate` as often as you like, then `close`."""
 
-    info: EngineInfo
+    num_restarts = 0
+    """Nothing starts it again."""
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer | None, max_queued_requests: int
@@ -135,8 +161,16 @@ class AsyncEngine:
 
         `in_process` and `build` are those of EngineClient.
         """
-        tokenizer = await asyncio.to_thread(_read_tokenizer, config)
-        engine = cls(EngineClient(config, build, in_process), tokenizer, max_queued_requests)
+        tokenizer = await asyncio.to_thread(read_tokenizer, config)
+        client = EngineClient(config, build, in_process)
+        return await cls.over(client, tokenizer, max_queued_requests)
+
+    @classmethod
+    async def over(
+        cls, client: EngineClient, tokenizer: Tokenizer | None, max_queued_requests: int
+    ) -> AsyncEngine:
+        """As `start`, with a client whose engine is starting."""
+        engine = cls(client, tokenizer, max_queued_requests)
         try:
             await engine._started.wait()
             if engine.error is not None:
@@ -144,8 +178,16 @@ class AsyncEngine:
         except BaseException:
             await engine._end(0)
             raise
-        engine.info = engine._client.ready_info
         return engine
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._client.ready_info
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The engines behind this front end: this one. A later stage has several."""
+        return (self,)
 
     @property
     def stats(self) -> EngineStats:
@@ -165,6 +207,15 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         return self._client.is_alive
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Work that is left, as EngineClient counts it."""
+        return self._client.outstanding_tokens
+
+    def expects(self, request_id: str) -> bool:
+        """Is there such a request, unfinished?"""
+        return self._client.expects(request_id)
 
     def check_request(
         self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
@@ -296,5 +347,5 @@ class _Listener:
         self.changed = asyncio.Event()
 
 
-def _read_tokenizer(config: OnlineConfig) -> Tokenizer | None:
+def read_tokenizer(config: OnlineConfig) -> Tokenizer | None:
     return ModelFiles.find(config.model, config.load_format).tokenizer()

@@ -7,6 +7,8 @@ It waits for nothing by itself, so that a loop that blocks (engine.py) and one t
 from __future__ import annotations
 
 import logging
+import math
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,8 +52,14 @@ class _Expected:
     frame: int
     """The frame that it travels in: what the engine says before it has taken this frame is about
     an earlier request of the same name."""
-    indices: set[int]
-    """Completions that have not ended."""
+    num_prompt_tokens: int
+    """That may still have to be computed; 0 once something has come of the request."""
+    indices: dict[int, int]
+    """Completions that have not ended, each with the most tokens that may still come."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + sum(self.indices.values())
 
 
 class EngineClient:
@@ -61,35 +69,31 @@ class EngineClient:
     """The newest that has come."""
     error: EngineDeadError | ValueError | OSError | None = None
     """Why the engine is gone; ValueError and OSError only for one that never was ready."""
+    outstanding_tokens = 0
+    """Work that is left: tokens of prompts of which nothing has come yet, and the most that
+    unfinished requests may still generate."""
+    cut_short: tuple[str, ...] = ()
+    """Requests that had not finished when the engine ended."""
 
     def __init__(
-        self, config: OnlineConfig, build: str | Build | None = None, in_process: bool = False
+        self,
+        config: OnlineConfig,
+        build: str | Build | None = None,
+        in_process: bool = False,
+        transport: Transport | None = None,
     ) -> None:
         """Starts the engine and does not wait for it.
 
         `build` makes another engine than the one that the config names, from the config's given
         fields: "module:function" or, for an engine `in_process` (in a thread), a function.
+        `transport`: of an engine that has been started in another way.
         """
         self.stats = EngineStats()
         self._expected: dict[str, _Expected] = {}
         self._pending: list[bytes] = []
         self._num_sent = 0
         self._last_words = b""
-        self.transport: Transport
-        if in_process:
-            function = build_engine if build is None else build
-            if not callable(function):
-                raise TypeError("an engine in this process is built by a function")
-            self.transport = ThreadTransport(
-                lambda endpoint, lifeline: serve(
-                    endpoint, lifeline, lambda start: function(start.options)
-                )
-            )
-        else:
-            name = f"{build_engine.__module__}:build_engine" if build is None else build
-            if not isinstance(name, str):
-                raise TypeError("an engine in another process is built by a function's name")
-            self.transport = ProcessTransport(name)
+        self.transport = transport or (_thread if in_process else _process)(build)
         options = config.model_dump(include=config.model_fields_set)
         level = logging.getLogger().getEffectiveLevel()
         self._command(Start(config.engine, options, level))
@@ -101,6 +105,10 @@ class EngineClient:
     @property
     def is_alive(self) -> bool:
         return self.error is None
+
+    def expects(self, request_id: str) -> bool:
+        """Is there such a request, unfinished?"""
+        return request_id in self._expected
 
     def check_request(
         self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
@@ -120,7 +128,10 @@ class EngineClient:
             raise ValueError(f"request_id {request_id!r} is already running")
         tokens = self.check_request(prompt_token_ids, params)
         self._command(Add.of(request_id, tokens, params))
-        self._expected[request_id] = _Expected(self._num_sent + 1, set(range(params.n)))
+        most = min(params.max_tokens, self.ready_info.max_model_length - len(tokens))
+        expected = _Expected(self._num_sent + 1, len(tokens), dict.fromkeys(range(params.n), most))
+        self._expected[request_id] = expected
+        self.outstanding_tokens += expected.num_tokens
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drop a request, or one completion. To be sent by the next `flush`; nothing more comes
@@ -130,7 +141,7 @@ class EngineClient:
             return
         self._command(Abort(request_id, index))
         if index is None:
-            del self._expected[request_id]
+            self._end_all(request_id)
         else:
             self._end(request_id, index)
 
@@ -180,19 +191,9 @@ class EngineClient:
             self.listen_for_end()
 
     def wait_until_ready(self) -> EngineInfo:
-        """Raises what the engine's start raised: ValueError, OSError or EngineDeadError. Whatever
-        is raised, Ctrl-C included, the engine is gone."""
-        try:
-            while self.info is None:
-                self.receive()
-                if self.error is not None:
-                    raise self.error
-                if self.info is None:
-                    self.wait()
-        except BaseException:
-            self.close(0)
-            raise
-        return self.info
+        """As the function of this name, for this engine alone."""
+        wait_until_ready([self])
+        return self.ready_info
 
     @property
     def ready_info(self) -> EngineInfo:
@@ -228,6 +229,10 @@ class EngineClient:
             request = expected.get(output.request_id)
             if request is None or taken < request.frame or output.index not in request.indices:
                 continue
+            num_done = len(output.new_token_ids)
+            request.indices[output.index] -= num_done
+            self.outstanding_tokens -= num_done + request.num_prompt_tokens
+            request.num_prompt_tokens = 0
             if output.finish_reason is not None:
                 self._end(output.request_id, output.index)
             outputs.append(output)
@@ -236,16 +241,19 @@ class EngineClient:
         for one in progress.refused:
             request = expected.get(one.request_id)
             if request is not None and taken >= request.frame:
-                del expected[one.request_id]
+                self._end_all(one.request_id)
                 refused.append(one)
         progress.refused = refused
         return progress
 
     def _end(self, request_id: str, index: int) -> None:
-        indices = self._expected[request_id].indices
-        indices.discard(index)
-        if not indices:
-            del self._expected[request_id]
+        expected = self._expected[request_id]
+        self.outstanding_tokens -= expected.indices.pop(index)
+        if not expected.indices:
+            self._end_all(request_id)
+
+    def _end_all(self, request_id: str) -> None:
+        self.outstanding_tokens -= self._expected.pop(request_id).num_tokens
 
     def _has_ended(self, how: str | None) -> None:
         """`how`: in words; None if it was told to."""
@@ -261,4 +269,55 @@ class EngineClient:
             else:
                 reason = f"{failure.kind}: {failure.message}"
                 self.error = EngineDeadError(f"the engine failed: {reason}")
+        self.cut_short = tuple(self._expected)
         self._expected.clear()
+        self.outstanding_tokens = 0
+
+
+def wait_until_ready(clients: Sequence[EngineClient]) -> None:
+    """Raises what the start of one of them raised: ValueError, OSError or EngineDeadError. Whatever
+    is raised, Ctrl-C included, all of them are gone."""
+    try:
+        while True:
+            for client in clients:
+                client.receive()
+                if client.error is not None:
+                    raise client.error
+            if all(client.info is not None for client in clients):
+                return
+            wait_for_any(clients)
+    except BaseException:
+        for client in clients:
+            client.close(0)
+        raise
+
+
+def wait_for_any(clients: Sequence[EngineClient], timeout: float | None = None) -> None:
+    """Until one of them may have something to receive, or has ended; in seconds. Only after the
+    last `receive` of each has found nothing: what has come is not told twice."""
+    poll = select.poll()
+    lifelines = {client.transport.lifeline.fileno(): client for client in clients}
+    for client in clients:
+        poll.register(client.transport.endpoint.fileno(), select.POLLIN)
+        poll.register(client.transport.lifeline.fileno(), select.POLLIN)
+    for descriptor, _ in poll.poll(None if timeout is None else math.ceil(timeout * 1e3)):
+        if descriptor in lifelines:
+            lifelines[descriptor].listen_for_end()
+
+
+def _thread(build: str | Build | None) -> Transport:
+    function = build_engine if build is None else build
+    if not callable(function):
+        raise TypeError("an engine in this process is built by a function")
+    return ThreadTransport(
+        lambda endpoint, lifeline: serve(
+            endpoint, lifeline, lambda start, end: function(start.options, end), in_process=True
+        )
+    )
+
+
+def _process(build: str | Build | None) -> Transport:
+    name = f"{build_engine.__module__}:build_engine" if build is None else build
+    if not isinstance(name, str):
+        raise TypeError("an engine in another process is built by a function's name")
+    return ProcessTransport(name)

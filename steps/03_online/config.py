@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pydantic
 
@@ -19,6 +19,9 @@ DEFAULT_ENGINE = "01_chunked_prefill"
 class OnlineConfig(EngineConfig):
     """An engine by its stage's name, and its options. An option that only other engines have is
     refused."""
+
+    own_fields: ClassVar[frozenset[str]] = frozenset({"engine"})
+    """What the front end alone has to know."""
 
     engine: str = DEFAULT_ENGINE
     """The stage whose engine runs behind the front end."""
@@ -46,10 +49,7 @@ class OnlineConfig(EngineConfig):
 
     def _options(self) -> dict[str, Any]:
         """What was given for the engine itself."""
-        return self.model_dump(include=self.model_fields_set - OWN_FIELDS)
-
-
-OWN_FIELDS = OnlineConfig.model_fields.keys() - EngineConfig.model_fields.keys()
+        return self.model_dump(include=self.model_fields_set - self.own_fields)
 
 
 def _config_classes() -> list[type[Any]]:
@@ -65,11 +65,14 @@ Config: type[OnlineConfig] = pydantic.create_model(
 )
 
 
+# Ends the engine's process at once, saying why: for faults that another thread than the engine's
+# notices. It returns only where the engine is a thread of a process that goes on.
+End = Callable[[Exception], None]
 # From given fields of a Config to the engine.
-Build = Callable[[dict[str, Any]], "Engine"]
+Build = Callable[[dict[str, Any], End], "Engine"]
 
 
-def build_engine(options: dict[str, Any]) -> Engine:
+def build_engine(options: dict[str, Any], end: End) -> Engine:
     """The engine that the options name. Raises ValueError or OSError."""
     config = Config(**options)
     engine: Engine = load(config.engine).Engine(config.wrapped)

@@ -17,6 +17,7 @@ from shared.sampling_params import SamplingParams
 
 from .client import EngineClient
 from .config import OnlineConfig
+from .messages import EngineInfo
 
 
 class Engine:
@@ -103,12 +104,16 @@ class Engine:
     def describe(self) -> dict[str, object]:
         """The engine's own settings, and which engine it is, with the options of its stage. Options
         that only other engines have are None."""
-        info = self.client.ready_info
-        wrapped = self.config.wrapped
-        fields = type(wrapped).model_fields.keys()
-        own = wrapped.model_dump(include=fields - EngineConfig.model_fields.keys())
-        foreign = dict.fromkeys(type(self.config).model_fields.keys() - fields)
-        return {**foreign, **own, **info.description, "engine": info.stage}
+        return described(self.config, self.client.ready_info)
 
     def close(self) -> None:
         self.client.close()
+
+
+def described(config: OnlineConfig, info: EngineInfo) -> dict[str, object]:
+    """What `Engine.describe` says of an engine that was started with this config."""
+    wrapped = config.wrapped
+    fields = type(wrapped).model_fields.keys()
+    own = wrapped.model_dump(include=fields - EngineConfig.model_fields.keys())
+    foreign = dict.fromkeys(type(config).model_fields.keys() - fields)
+    return {**foreign, **own, **info.description, "engine": info.stage}

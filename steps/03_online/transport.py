@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import zmq
@@ -161,18 +161,22 @@ class ProcessTransport(Transport):
     removed as soon as both sides are connected, so that no way of dying leaves it behind.
     """
 
-    def __init__(self, build: str) -> None:
-        """`build`: "module:function", called in the process to make the engine."""
+    def __init__(
+        self, build: str, name: str = "engine", environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`build`: "module:function", called in the process to make the engine. `name`: what it is
+        called in its log. `environment`: variables that it has besides those of this process."""
         self._directory = tempfile.mkdtemp(prefix="baby-vllm-")  # for this user alone (mode 0700)
         try:
             address = f"ipc://{self._directory}/engine"
             self._open(address)
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             with self._their_lifeline:
+                program = (sys.executable, "-P", "-m", f"{__package__}.engine_process")
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", f"{__package__}.engine_process", address, build],
+                    [*program, address, build, name],
                     stdin=self._their_lifeline.fileno(),
-                    env={**os.environ, "PYTHONPATH": path},
+                    env={**os.environ, **(environment or {}), "PYTHONPATH": path},
                     process_group=0,
                 )
         except BaseException:
