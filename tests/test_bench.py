@@ -77,7 +77,7 @@ FROZEN = {
         "d0c8374eedd71b483f417467d4032049a29d04455c6481f3d87474abd9caa125"
     ),
     ("decode_gap_few", "cpu", TINY_VOCABULARY): (
-        "2dd569fbd47b2d124905d1797c828f11a8bd017fb8e94134039e956f57b134da"
+        "7a7d59d441478c131de5134cda1ec748e77ac2fcd6bdbc68433f335b3be44745"
     ),
     ("decode_gap_few", "full", QWEN_VOCABULARY): (
         "7cf11e4962c2ce6b9e7968b7e1ae9eb9968b25a6bdc8d2dd0f6bf8db4bd287ff"
