@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from bench.result import Result
@@ -19,6 +20,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("prefix hits", "prefix_hit_tokens", ",.0f"),
     ("failed", "failed", ",.0f"),
 )
+# Columns that say how rows came about; mostly the same for all of a comparison.
+CIRCUMSTANCES = ("prefix hits", "failed", "config", "runs", "commit")
 
 
 def context(row: Result) -> str:
@@ -178,13 +181,19 @@ def _floor_lines(row: Result) -> list[tuple[str, str]]:
 
 
 def rich_tables(rows: Sequence[Result]) -> list[Table]:
-    """The same tables for the terminal."""
+    """The same tables for the terminal, narrower: a range stands below its median, and
+    circumstances that are equal in all rows stand above them once."""
     rendered = []
     for caption, headers, cells in tables(rows):
-        table = Table(title=caption, title_justify="left")
-        for index, header in enumerate(headers):
-            table.add_column(header, justify="left" if index == 0 else "right", overflow="fold")
-        for line in cells:
-            table.add_row(*line)
+        columns = list(zip(headers, *cells, strict=True))
+        same = [c for c in columns if c[0] in CIRCUMSTANCES and len(cells) > 1 == len(set(c[1:]))]
+        title = "; ".join([caption, *(f"{header} {cell}" for header, cell, *_ in same)])
+        table = Table(title=title, title_justify="left")
+        kept = [column for column in columns if column not in same]
+        for index, (header, *_) in enumerate(kept):
+            justify: JustifyMethod = "left" if index == 0 else "right"
+            table.add_column(header, justify=justify, overflow="fold", no_wrap=index == 0)
+        for line in zip(*(column[1:] for column in kept), strict=True):
+            table.add_row(*(cell.replace(" (", "\n(") for cell in line))
         rendered.append(table)
     return rendered

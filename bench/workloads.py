@@ -226,7 +226,7 @@ _GAPS: dict[WorkloadName, dict[Scale, _Gaps]] = {
     },
     # Steps that are mostly prompt tokens.
     "decode_gap_few": {
-        "cpu": _Gaps(0.5, 8.0, 1, 64, 1024, 8),
+        "cpu": _Gaps(1.0, 8.0, 1, 64, 1024, 8),
         "full": _Gaps(0.05, 10.0, 4, 512, 4096, 16),
         "full_large": _Gaps(0.25, 10.0, 4, 512, 4096, 16),
     },

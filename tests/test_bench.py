@@ -77,7 +77,7 @@ FROZEN = {
         "d0c8374eedd71b483f417467d4032049a29d04455c6481f3d87474abd9caa125"
     ),
     ("decode_gap_few", "cpu", TINY_VOCABULARY): (
-        "2dd569fbd47b2d124905d1797c828f11a8bd017fb8e94134039e956f57b134da"
+        "7a7d59d441478c131de5134cda1ec748e77ac2fcd6bdbc68433f335b3be44745"
     ),
     ("decode_gap_few", "full", QWEN_VOCABULARY): (
         "7cf11e4962c2ce6b9e7968b7e1ae9eb9968b25a6bdc8d2dd0f6bf8db4bd287ff"
@@ -607,6 +607,17 @@ def test_ratios_of_a_sweep_are_to_its_first_point() -> None:
     ((_, headers, cells),) = tables.tables(rows)
     assert [line[headers.index("ratio")] for line in cells] == ["1.00", "1.50", "2.00"]
     assert cells[0][headers.index("config")] == "prefill 128"
+
+
+def test_the_terminal_shows_once_what_all_rows_have_in_common() -> None:
+    (table,) = tables.rich_tables([row("00_a", 100), row("01_b", 50)])
+    headers = [column.header for column in table.columns]
+    assert headers[:2] == ["stage", "tokens/s"]
+    assert headers[-2:] == ["% of floor", "ratio"]
+    assert list(table.columns[1].cells) == ["100.0\n(90.0-120.0)", "50.0\n(45.0-60.0)"]
+    assert "; runs 3; commit c0ffeec0ff+changes" in str(table.title)
+    (single,) = tables.rich_tables([row("00_a")])
+    assert "commit" in [column.header for column in single.columns]
 
 
 def test_other_machines_and_other_work_get_tables_of_their_own() -> None:

@@ -31,6 +31,8 @@ def test_only_engines_can_be_named() -> None:
     assert "00_baseline" in saturation.engine_names(["all"])
     with pytest.raises(ValueError, match="03_online"):
         saturation.engine_names(["03_online"])
+    with pytest.raises(ValueError, match="02_batch_reorder"):
+        saturation.SaturationOptions(server="02_batch_reorder")
 
 
 def test_rounds_become_one_row_for_each_engine_and_rate() -> None:
@@ -48,7 +50,8 @@ def test_engines_alternate_and_one_that_fails_leaves_the_others(
 ) -> None:
     order: list[tuple[str, int]] = []
 
-    def measure(engine: str, number: int, client, flags, output: Path, limit: float):  # type: ignore[no-untyped-def]
+    def measure(options, engine: str, number: int, client, flags, limit: float):  # type: ignore[no-untyped-def]
+        assert options.server == "03_online"
         order.append((engine, number))
         assert client == ["--rate-rps", "1"]
         has_chunks = engine != "00_baseline"
@@ -74,7 +77,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     flags = ["--model", "/nonexistent/model"]
     with (
         pytest.raises(RuntimeError, match="/nonexistent/model"),
-        saturation.server("00_baseline", flags, tmp_path / "log"),
+        saturation.serving("03_online", "00_baseline", flags, tmp_path / "log"),
     ):
         pass
 
@@ -97,7 +100,7 @@ def test_servers_are_started_measured_and_stopped(tmp_path: Path) -> None:
     assert "00_baseline" in picture
     assert "01_chunked_prefill" in picture
     for name in ("00_baseline", "01_chunked_prefill"):
-        assert "serving" in (tmp_path / f"{name}.log").read_text()
+        assert "serving" in (tmp_path / f"{name}_0.log").read_text()
 
 
 def test_goodput_is_drawn_with_the_standard_library_alone(tmp_path: Path) -> None:

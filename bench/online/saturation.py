@@ -2,6 +2,8 @@
 
     python -m bench.online.saturation --model qwen3-0.6b --rounds 1
     python -m bench.online.saturation --engines 00_baseline 01_chunked_prefill --output out/load
+    python -m bench.online.saturation --server 04_dp_tp --engines 01_chunked_prefill \\
+        --data-parallel-size 2 --label "2 replicas" --output out/replicas
 
 In every round each engine gets a server of its own and an open-loop sweep of rates (scenario
 `saturation`), alternating: A B C, C B A. Flags that this does not know go to `bench.online` if it
@@ -50,6 +52,13 @@ class SaturationOptions(RunOptions):
     """Directory for runs.json, results.json, the plot and the servers' logs."""
     engines: tuple[str, ...] = ("all",)
     """Stages that are engines, or all of them."""
+    server: str = "03_online"
+    """The stage that serves them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (ROOT / "steps" / self.server / "serve.py").exists():
+            raise ValueError(f"stage {self.server!r} has no server")
 
 
 def engine_names(wanted: Sequence[str]) -> list[str]:
@@ -78,9 +87,9 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 @contextlib.contextmanager
-def server(engine: str, flags: Sequence[str], log: Path) -> Iterator[str]:
-    """Its address. Raises RuntimeError with its last words if it does not start."""
-    command = [sys.executable, "-m", "steps.03_online.serve", "--port", "0", "--engine", engine]
+def serving(stage: str, engine: str, flags: Sequence[str], log: Path) -> Iterator[str]:
+    """A server's address. Raises RuntimeError with its last words if it does not start."""
+    command = [sys.executable, "-m", f"steps.{stage}.serve", "--port", "0", "--engine", engine]
     with log.open("wb") as file:
         process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=file, stderr=file)
     try:
@@ -131,20 +140,22 @@ def merge(rows: Sequence[OnlineResult]) -> list[OnlineResult]:
 
 
 def measure(
+    options: SaturationOptions,
     engine: str,
     number: int,
     client: Sequence[str],
     flags: Sequence[str],
-    output: Path,
     limit: float,
 ) -> list[OnlineResult]:
     """The rows of one engine in one round, which are also appended to runs.json.
 
     Raises RuntimeError if there is no server, or no row.
     """
+    output = options.output.resolve()  # the client starts elsewhere
     path = output / "runs.json"
     known = len(read_online(path)) if path.exists() else 0
-    with server(engine, flags, output / f"{engine}.log") as url:
+    log = output / f"{engine}_{number}.log"
+    with serving(options.server, engine, flags, log) as url:
         command = [
             sys.executable, "-m", "bench.online", "--base-url", url, "--label", engine,
             "--scenario", "saturation", "--first-repeat", str(number), "--output", str(path),
@@ -156,16 +167,16 @@ def measure(
             logger.error("%s: stopped after %.0f s", engine, limit)
     rows = read_online(path)[known:] if path.exists() else []
     if not rows:
-        raise RuntimeError(f"nothing was measured; see {output / engine}.log")
+        raise RuntimeError(f"nothing was measured; see {log}")
     return rows
 
 
 def run(options: SaturationOptions, flags: Sequence[str]) -> int:
-    """Exit status: 1 if an engine was not measured in some round."""
+    """Exit status: 1 if an engine was not measured at some rate in some round."""
     names = engine_names(options.engines)
     client, for_servers = split_flags(flags)
     for_servers = with_weights(for_servers)
-    output = options.output.resolve()
+    output = options.output
     output.mkdir(parents=True, exist_ok=True)
     started, rows, failed = time.monotonic(), [], False
     count = len(names) * options.rounds
@@ -174,7 +185,9 @@ def run(options: SaturationOptions, flags: Sequence[str]) -> int:
         try:
             limit = options.next_timeout(started)
             own = flags_for(engine, names, for_servers)
-            rows += measure(engine, number, client, own, output, limit)
+            found = measure(options, engine, number, client, own, limit)
+            failed = failed or any(row.error is not None for row in found)
+            rows += found
         except RuntimeError as error:
             failed = True
             logger.error("round %d, %s: %s", number + 1, engine, error)
