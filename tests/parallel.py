@@ -1,9 +1,16 @@
-"""Replicas for tests: fake ones in threads, and stage 04's modules."""
+"""Replicas for tests: fake ones, mostly in threads, and stage 04's modules.
+
+Imports no torch, as tests/online.py: a process with a fake engine is there in half a second.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from tests.online import FakeEngine, Slow
+
+FATAL = 13
 
 
 def parallel(module: str) -> Any:
@@ -15,3 +22,24 @@ def config(num_replicas: int = 2, **options: Any) -> Any:
     """Of a model without files; the fake engines look at nothing in it."""
     given = {"model": "qwen3-0.6b", "load_format": "dummy", "device": "cpu", **options}
     return parallel("config").Config(data_parallel_size=num_replicas, **given)
+
+
+class Mortal(Slow):
+    """Dies in the step after that which computes a prompt that begins with FATAL."""
+
+    def before_step(self) -> None:
+        super().before_step()
+        if any(sequence.token_ids[0] == FATAL for sequence in self.queues.running):
+            raise RuntimeError("bad luck")
+
+
+class Behind:
+    """Builds engines and remembers them; replicas start at the same time, so in any order."""
+
+    def __init__(self, build: Any = FakeEngine) -> None:
+        self.build = build
+        self.engines: list[Any] = []
+
+    def __call__(self, options: dict[str, Any], end: Any) -> Any:
+        self.engines.append(self.build(options, end))
+        return self.engines[-1]
