@@ -20,7 +20,6 @@ import steps
 from tests.fakes import fake_engine
 
 app = importlib.import_module("steps.03_online.app")
-async_engine = importlib.import_module("steps.03_online.async_engine")
 server = importlib.import_module("steps.03_online.server")
 
 TIMEOUT = 60
@@ -35,9 +34,11 @@ class ServerThread:
         config: dict[str, Any] | None = None,
         drain_timeout: float = TIMEOUT,
         start: dict[str, Any] | None = None,
+        stage: str = "03_online",
         **options: Any,
     ) -> None:
         """`config`: of the stage; `start`: of AsyncEngine.start; `options`: ApiOptions."""
+        self.stage = stage
         self.start = {"in_process": True, **(start or {})}
         self.config = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 200}
         self.config |= config or {}
@@ -108,9 +109,10 @@ class ServerThread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = server.Stop()
-        config = steps.load("03_online").Config(**self.config)
+        stage = steps.load(self.stage)
+        config = stage.Config(**self.config)
         await server.serve(
-            lambda: async_engine.AsyncEngine.start(config, **self.start),
+            lambda: stage.AsyncEngine.start(config, **self.start),
             self.options,
             self.listener,
             self._stop,

@@ -1,13 +1,17 @@
-"""Replicas for tests: fake ones in threads, and stage 04's modules."""
+"""Replicas for tests: fake ones, mostly in threads, and stage 04's modules.
+
+Imports no torch, as tests/online.py: a process with a fake engine is there in half a second.
+"""
 
 from __future__ import annotations
 
 import importlib
-import random
+import time
 from typing import Any
 
-from shared import SamplingParams
-from tests.engine_contract import prompt_of
+from tests.online import FakeEngine, Slow, unusable
+
+FATAL = 13
 
 
 def parallel(module: str) -> Any:
@@ -21,19 +25,34 @@ def config(num_replicas: int = 2, **options: Any) -> Any:
     return parallel("config").Config(data_parallel_size=num_replicas, **given)
 
 
-def requests_of_all_kinds(rng: random.Random) -> dict[str, tuple[list[int], SamplingParams]]:
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 5},
-        {"temperature": 0.9, "seed": 6, "top_k": 20, "top_p": 0.9},
-        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-        {"temperature": 0.7, "seed": 7, "logprobs": 3, "prompt_logprobs": 2},
-        {"temperature": 0, "logit_bias": {126: 5.0}, "min_tokens": 4},
-    ]
-    return {
-        f"r{number}": (
-            prompt_of(rng, length),
-            SamplingParams(**kinds[number % len(kinds)], max_tokens=12, ignore_eos=True),
-        )
-        for number, length in enumerate([1, 16, 17, 33, 90, 5, 40, 64, 2, 31, 70, 8])
-    }
+class Mortal(Slow):
+    """Dies in the step after that which computes a prompt that begins with FATAL."""
+
+    def before_step(self) -> None:
+        super().before_step()
+        if any(sequence.token_ids[0] == FATAL for sequence in self.queues.running):
+            raise RuntimeError("bad luck")
+
+
+class Behind:
+    """Builds engines and remembers them; replicas start at the same time, so in any order."""
+
+    def __init__(self, build: Any = FakeEngine) -> None:
+        self.build = build
+        self.engines: list[Any] = []
+
+    def __call__(self, options: dict[str, Any], end: Any) -> Any:
+        self.engines.append(self.build(options, end))
+        return self.engines[-1]
+
+
+def half_unusable(options: dict[str, Any], end: Any) -> Any:
+    """Of two replicas with a trace, the second."""
+    if options["trace"].endswith(".1.jsonl"):
+        unusable(options, end)
+    return FakeEngine(options)
+
+
+def endless(options: dict[str, Any], end: Any) -> Any:
+    """Is never ready."""
+    time.sleep(600)

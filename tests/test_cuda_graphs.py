@@ -26,8 +26,14 @@ from shared.engine.step_plan import StepPlan
 from shared.layers.attention import AttentionMetadata, TorchBackend
 from shared.layers.tensor_parallel import TensorParallel
 from shared.models.files import ModelFiles
-from tests.engine_contract import EngineContract, assert_idle, drive, prompt_of, tokens_of
-from tests.parallel import requests_of_all_kinds
+from tests.engine_contract import (
+    EngineContract,
+    assert_idle,
+    drive,
+    prompt_of,
+    requests_of_all_kinds,
+    tokens_of,
+)
 from tests.reference import Reference
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from shared.outputs import StepOutput
 from tests.engine_contract import EngineContract
 from tests.fakes import VOCABULARY, expected_output
 from tests.online import FakeEngine, Fussy, Slow, engine_in_thread, online, unusable
-from tests.parallel import config, parallel
+from tests.parallel import FATAL, Behind, Mortal, config, parallel
 from tests.reference import Reference
 from tests.test_online_engine import params
 
@@ -38,32 +38,16 @@ class TestContract(EngineContract):
         return engine_in_thread(module, config)
 
 
-class Fatal(FakeEngine):
-    """Dies of the prompt [13], in the step after that which computes it."""
-
-    def before_step(self) -> None:
-        if any(sequence.token_ids[0] == 13 for sequence in self.queues.running):
-            raise RuntimeError("bad luck")
-
-
 @contextmanager
-def replicas(build: Callable[..., Any], num: int = 2, **options: Any) -> Iterator[Any]:
+def replicas(build: Any, num: int = 2, **options: Any) -> Iterator[Any]:
     """An Engine over fake ones in threads, which are in its `behind`."""
-    behind: list[Any] = []
-
-    def made(given: dict[str, Any], end: Any) -> Any:
-        behind.append(build(given))
-        return behind[-1]
-
-    wanted = config(num, **options)
-    engine = parallel("engine").Engine(wanted, launch.Launcher(wanted, made, True).start_all())
-    engine.behind = behind
+    behind, wanted = Behind(build), config(num, **options)
+    engine = parallel("engine").Engine(wanted, launch.Launcher(wanted, behind, True).start_all())
+    engine.behind = behind.engines
     try:
         yield engine
     finally:
         engine.close()
-    for one in behind:
-        assert one.closed or one.block_manager.num_free_blocks < one.limits.num_blocks
 
 
 def finish(engine: Any) -> dict[str, StepOutput]:
@@ -136,8 +120,8 @@ def test_other_ways_to_choose(routing: str) -> None:
 
 
 def test_an_end_fails_the_replicas_own_requests_alone() -> None:
-    with replicas(Fatal) as engine:
-        for name, first in (("a", 1), ("fatal", 13), ("b", 2), ("with it", 3)):
+    with replicas(Mortal) as engine:
+        for name, first in (("a", 1), ("fatal", FATAL), ("b", 2), ("with it", 3)):
             engine.add_request(name, [first], params(30))
         outputs = finish(engine)
         for name, first in (("a", 1), ("b", 2)):
@@ -149,7 +133,7 @@ def test_an_end_fails_the_replicas_own_requests_alone() -> None:
         for number in range(4):  # the rest goes on
             engine.add_request(f"again {number}", [number], params(5))
         assert all(output.error is None for output in finish(engine).values())
-        engine.add_request("fatal", [13], params(5))
+        engine.add_request("fatal", [FATAL], params(5))
         with pytest.raises(EngineDeadError, match="bad luck"):
             finish(engine)
         for _ in range(2):
@@ -184,7 +168,7 @@ def test_a_start_that_fails_leaves_nothing() -> None:
 def test_the_smallest_replica_says_what_is_possible() -> None:
     sizes = iter((100, 40))
 
-    def build(options: dict[str, Any], end: Any) -> Any:
+    def build(options: dict[str, Any], end: Any = None) -> Any:
         engine = FakeEngine(options)
         size = next(sizes)
         engine.limits = type(engine.limits)(50, 16, size, 16 * size, 64, 2000)

@@ -25,9 +25,10 @@ from tests.engine_contract import (
     assert_idle,
     drive,
     prompt_of,
+    requests_of_all_kinds,
     tokens_of,
 )
-from tests.parallel import parallel, requests_of_all_kinds
+from tests.parallel import parallel
 from tests.reference import Reference, make_checkpoint
 
 # Divided by 2 and by 3, but for the vocabulary.

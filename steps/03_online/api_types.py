@@ -388,5 +388,17 @@ class Status(TypedDict):
     status: Literal["ok"]
 
 
+class EngineHealth(TypedDict):
+    engine: int
+    alive: bool
+    restarts: int
+
+
+class Health(TypedDict):
+    status: Literal["ok", "degraded"]
+    """degraded: at least one engine is not alive."""
+    engines: list[EngineHealth]
+
+
 class Version(TypedDict):
     version: str

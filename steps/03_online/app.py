@@ -33,6 +33,7 @@ from .api_types import (
     DetokenizeResponse,
     ErrorResponse,
     GenerationRequest,
+    Health,
     ModelCard,
     ModelList,
     Status,
@@ -81,7 +82,10 @@ class Api:
         self.engine = engine
         self.options = options
         self.metrics = ServerMetrics(engine, options.model_name)
-        self.live = Live(engine, options.model_name)
+        self.lives = [
+            Live(number, engine.replicas, options.model_name)
+            for number in range(len(engine.replicas))
+        ]
         self.is_draining = False
         self.num_preparing = 0
         """Requests that the engine may not know of yet, or that are not streamed."""
@@ -166,7 +170,8 @@ class Api:
 
     def _observe(self, generation: Generation) -> None:
         self.metrics.observe(generation)
-        self.live.observe(generation)
+        for live in self.lives:
+            live.observe(generation)
 
     async def _outside_loop(self, request: Request, work: Callable[[], T]) -> T:
         """Run what takes long if the body is long."""
@@ -213,10 +218,17 @@ class Api:
         text = await self._outside_loop(request, lambda: _detokenize(body, self._model))
         return {"prompt": text}
 
-    async def health(self) -> Status:
-        """Is the engine alive? 503 if not."""
+    async def health(self) -> Health:
+        """Is the engine alive, or at least one of several? 503 if not."""
         self.check_alive()
-        return {"status": "ok"}
+        replicas = self.engine.replicas
+        return {
+            "status": "ok" if all(replica.is_alive for replica in replicas) else "degraded",
+            "engines": [
+                {"engine": n, "alive": replica.is_alive, "restarts": replica.num_restarts}
+                for n, replica in enumerate(replicas)
+            ],
+        }
 
     async def ready(self) -> Status:
         """Are new requests served? 503 while the server shuts down, too."""
@@ -241,7 +253,28 @@ class Api:
             "stats": msgspec.to_builtins(self.engine.stats),
             "unfinished_requests": self.engine.num_unfinished,
             "draining": self.is_draining,
+            "engines": [
+                {
+                    "engine": number,
+                    "alive": replica.is_alive,
+                    "restarts": replica.num_restarts,
+                    "pid": replica.info.pid,
+                    "stats": msgspec.to_builtins(replica.stats),
+                    "unfinished_requests": replica.num_unfinished,
+                    "outstanding_tokens": replica.outstanding_tokens,
+                }
+                for number, replica in enumerate(self.engine.replicas)
+            ],
         }
+
+    async def feed(self, engine: int = 0) -> Response:
+        """What the live page shows of one engine."""
+        if not 0 <= engine < len(self.lives):
+            message = f"engine {engine} does not exist; there are {len(self.lives)}"
+            raise ApiError(404, message, "engine")
+        if not self.engine.replicas[engine].is_alive:
+            raise ApiError(503, f"engine {engine} is not running", code="engine_dead")
+        return await self.lives[engine].feed()
 
 
 def _tokenize(body: TokenizeRequest, model: Model) -> list[int]:
@@ -330,7 +363,7 @@ def _routes(api: Api) -> APIRouter:
     add("/v1/models", api.models)
     add("/v1/models/{name:path}", api.model)
     add("/debug/stats", api.stats)
-    add("/debug/live", api.live.feed, include_in_schema=False)  # it never ends
+    add("/debug/live", api.feed, include_in_schema=False)  # it never ends
     return router
 
 

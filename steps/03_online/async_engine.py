@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -35,6 +36,30 @@ class QueueFull(RuntimeError):
 
 class RequestRefused(ValueError):
     """The engine itself refused a request that had passed every check on this side."""
+
+
+class Replica(Protocol):
+    """One engine, as whoever runs the server sees it."""
+
+    tokenizer: Tokenizer | None
+    num_restarts: int
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+    @property
+    def outstanding_tokens(self) -> int: ...
+
+    def step_records(self) -> AsyncGenerator[list[StepRecord], None]: ...
 
 
 class Stream(AsyncIterator[list[StepOutput]]):
@@ -102,7 +127,8 @@ class Stream(AsyncIterator[list[StepOutput]]):
 class AsyncEngine:
     """`await AsyncEngine.start(config)`, then `generate` as often as you like, then `close`."""
 
-    info: EngineInfo
+    num_restarts = 0
+    """Nothing starts it again."""
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer | None, max_queued_requests: int
@@ -152,8 +178,16 @@ class AsyncEngine:
         except BaseException:
             await engine._end(0)
             raise
-        engine.info = engine._client.ready_info
         return engine
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._client.ready_info
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The engines behind this front end: this one. A later stage has several."""
+        return (self,)
 
     @property
     def stats(self) -> EngineStats:

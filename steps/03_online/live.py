@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from shared.engine.stats import EngineStats
 from shared.engine.trace import StepRecord
 
 from .answers import EventStream, encode
-from .async_engine import AsyncEngine
+from .async_engine import Replica
 from .generation import Generation
 
 # Between two updates, seconds.
@@ -59,6 +59,9 @@ class Hello(msgspec.Struct, tag="hello", tag_field="kind"):
     max_num_sequences: int
     max_num_batched_tokens: int
     settings: dict[str, Any]
+    engine: int
+    """This one, of `num_engines`."""
+    num_engines: int
 
 
 class Bar(msgspec.Struct, array_like=True):
@@ -285,10 +288,13 @@ class Scene:
 
 
 class Live:
-    """One server's feed. `observe` every request that ends; `feed` is the route."""
+    """The feed of one of a server's engines. `observe` every request that ends on any of them;
+    `feed` is the route."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
-        self._engine = engine
+    def __init__(self, number: int, replicas: Sequence[Replica], model_name: str) -> None:
+        self._number = number
+        self._num_engines = len(replicas)
+        self._engine = replicas[number]
         self._model_name = model_name
         self._viewers: set[_Viewer] = set()
         self._scene: Scene | None = None
@@ -379,6 +385,8 @@ class Live:
             limits.max_num_sequences,
             limits.max_num_batched_tokens,
             info.description,
+            self._number,
+            self._num_engines,
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from shared.engine.stats import EngineStats
 
 from .async_engine import AsyncEngine
 from .generation import Generation
@@ -26,6 +28,26 @@ LATENCY_BUCKETS = (
 )  # fmt: skip
 
 LABELS = ("model_name",)
+ENGINE_LABELS = (*LABELS, "engine")
+
+Values = tuple[tuple[str, str, Callable[[EngineStats], float]], ...]
+
+GAUGES: Values = (
+    ("num_requests_running", "Sequences that have a slot.", lambda s: s.running),
+    ("num_requests_waiting", "Sequences that wait for one.", lambda s: s.waiting),
+    (
+        "kv_cache_usage_perc",
+        "Share of KV blocks in use, 0 to 1.",
+        lambda s: s.used_blocks / s.num_blocks,
+    ),
+)
+COUNTERS: Values = (
+    ("num_preemptions", "Sequences that had to start again.", lambda s: s.preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda s: s.prefix_queried_tokens),
+    ("prefix_cache_hits", "Prompt tokens found.", lambda s: s.prefix_hit_tokens),
+    ("prompt_tokens", "Prompt tokens computed.", lambda s: s.counters.prefill_tokens),
+    ("generation_tokens", "Tokens generated.", lambda s: s.counters.generation_tokens),
+)
 
 
 class ServerMetrics:
@@ -76,33 +98,34 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine counts itself, as of its newest statistics."""
+    """What each engine counts itself, as of its newest statistics."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine = engine
-        self._labels = (model_name,)
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        counted = stats.counters
-        usage = stats.used_blocks / stats.num_blocks
-        gauges = (
-            ("num_requests_running", "Sequences that have a slot.", stats.running),
-            ("num_requests_waiting", "Sequences that wait for one.", stats.waiting),
-            ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage),
-        )
-        counters = (
-            ("num_preemptions", "Sequences that had to start again.", stats.preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queried_tokens),
-            ("prefix_cache_hits", "Prompt tokens found.", stats.prefix_hit_tokens),
-            ("prompt_tokens", "Prompt tokens computed.", counted.prefill_tokens),
-            ("generation_tokens", "Tokens generated.", counted.generation_tokens),
-        )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        for name, text, value in counters:
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
+        replicas = dict(enumerate(self._engine.replicas))
+        is_up = {number: replica.is_alive for number, replica in replicas.items()}
+        restarts = {number: replica.num_restarts for number, replica in replicas.items()}
+        yield self._gauge("baby_vllm:engine_up", "Is the engine running? 1 or 0.", is_up)
+        yield self._counter("baby_vllm:engine_restarts", "Starts after an end.", restarts)
+        # What is gone holds nothing and counts nothing; when it is back it starts from nothing.
+        stats = {number: replicas[number].stats for number in replicas if is_up[number]}
+        for name, text, value in GAUGES:
+            yield self._gauge(f"vllm:{name}", text, {n: value(s) for n, s in stats.items()})
+        for name, text, value in COUNTERS:
+            yield self._counter(f"vllm:{name}", text, {n: value(s) for n, s in stats.items()})
+
+    def _gauge(self, name: str, text: str, values: Mapping[int, float]) -> Metric:
+        return self._filled(GaugeMetricFamily(name, text, labels=ENGINE_LABELS), values)
+
+    def _counter(self, name: str, text: str, values: Mapping[int, float]) -> Metric:
+        return self._filled(CounterMetricFamily(name, text, labels=ENGINE_LABELS), values)
+
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[int, float]
+    ) -> Metric:
+        for number, value in values.items():
+            family.add_metric((self._model_name, str(number)), value)
+        return family
