@@ -19,11 +19,18 @@ from shared.outputs import StepOutput
 from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
 
-from .client import EngineClient, EngineDeadError
+from .client import EngineClient, EngineClosedError, EngineDeadError, dead
 from .config import Build, OnlineConfig
 from .messages import EngineInfo, Merged, Progress
 
-__all__ = ["AsyncEngine", "EngineDeadError", "QueueFull", "RequestRefused", "Stream"]
+__all__ = [
+    "AsyncEngine",
+    "EngineClosedError",
+    "EngineDeadError",
+    "QueueFull",
+    "RequestRefused",
+    "Stream",
+]
 
 # Before commands that found no room are tried again: the engine is in a long step.
 RETRY_SECONDS = 0.01
@@ -146,6 +153,10 @@ class AsyncEngine:
             raise
         engine.info = engine._client.ready_info
         return engine
+
+    @property
+    def max_queued_requests(self) -> int:
+        return self._max_queued_requests
 
     @property
     def stats(self) -> EngineStats:
@@ -281,7 +292,8 @@ class AsyncEngine:
     def _note_end(self) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream._fail(EngineDeadError(str(self.error)))
+            assert self.error is not None, "it has ended"
+            stream._fail(dead(self.error))
         for listener in self._listeners:
             listener.changed.set()
         self._started.set()

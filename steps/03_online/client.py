@@ -43,6 +43,10 @@ class EngineDeadError(RuntimeError):
     """The engine has ended, by a fault or by `close`; nothing more comes out of it."""
 
 
+class EngineClosedError(EngineDeadError):
+    """It was told to end."""
+
+
 @dataclass
 class _Expected:
     """A request that has not finished."""
@@ -52,6 +56,12 @@ class _Expected:
     an earlier request of the same name."""
     indices: set[int]
     """Completions that have not ended."""
+
+
+def dead(error: Exception) -> EngineDeadError:
+    """A new one each time: the same one would collect the tracebacks of all who ask."""
+    kind = EngineClosedError if isinstance(error, EngineClosedError) else EngineDeadError
+    return kind(str(error))
 
 
 class EngineClient:
@@ -202,8 +212,7 @@ class EngineClient:
     def check_alive(self) -> None:
         """Raises EngineDeadError with what is known of the end."""
         if self.error is not None:
-            # A new one each time: the same one would collect the tracebacks of all who ask.
-            raise EngineDeadError(str(self.error))
+            raise dead(self.error)
 
     def close(self, timeout: float = END_SECONDS) -> None:
         """Tell the engine to end and wait until it has; by force after `timeout` seconds.
@@ -250,7 +259,7 @@ class EngineClient:
     def _has_ended(self, how: str | None) -> None:
         """`how`: in words; None if it was told to."""
         if how is None:
-            self.error = EngineDeadError("the engine is closed")
+            self.error = EngineClosedError("the engine is closed")
         elif not self._last_words:
             self.error = EngineDeadError(how)
         else:
