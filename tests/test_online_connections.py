@@ -209,12 +209,14 @@ def test_what_is_not_http_is_told(
 
 def test_who_reads_nothing_is_left(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "STALL_SECONDS", 0.2)
-    body = {"prompt": [90] * 5000, "max_tokens": 1, "n": 1000, "return_token_ids": True}
+    body = {"prompt": [[9] * 7000] * 4, "max_tokens": 1, "n": 128, "return_token_ids": True}
     content = json.dumps(body).encode()
     connection = raw_request(server.port, "POST /v1/completions HTTP/1.1", content, 4096)
     wait_until(lambda: server.connections.num_open == 1)
     wait_until(lambda: not server.connections.num_open, "it is still there")
-    connection.close()
+    answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert not answer.endswith(b"}")
 
 
 def test_more_connections_than_files_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
