@@ -186,9 +186,12 @@ class EngineClient:
 
     def wait(self, timeout: float | None = None) -> None:
         """Until there may be something to receive, or the engine has ended; in seconds."""
-        if self.is_alive and self.transport.wait(timeout):
-            if not self.transport.endpoint.can_receive:  # what it has said before comes first
-                self.listen_for_end()
+        if not self.is_alive:
+            return
+        may_have_ended = self.transport.wait(timeout)
+        # What it has said before comes first.
+        if may_have_ended and not self.transport.endpoint.can_receive:
+            self.listen_for_end()
 
     def wait_until_ready(self) -> EngineInfo:
         """Raises what the engine's start raised: ValueError, OSError or EngineDeadError. Whatever
