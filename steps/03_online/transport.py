@@ -59,6 +59,10 @@ class Endpoint:
     def can_send(self) -> bool:
         return self._can(zmq.POLLOUT)
 
+    @property
+    def can_receive(self) -> bool:
+        return self._can(zmq.POLLIN)
+
     def send(self, frame: bytes) -> bool:
         """False, with nothing sent, if too much is under way."""
         try:
@@ -69,7 +73,7 @@ class Endpoint:
 
     def receive(self) -> bytes | None:
         """The next frame, or None if there is none now."""
-        if not self._can(zmq.POLLIN):
+        if not self.can_receive:
             return None
         return self._socket.recv(zmq.NOBLOCK)
 
