@@ -6,9 +6,10 @@ Imports no torch, as tests/online.py: a process with a fake engine is there in h
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
-from tests.online import FakeEngine, Slow
+from tests.online import FakeEngine, Slow, unusable
 
 FATAL = 13
 
@@ -43,3 +44,15 @@ class Behind:
     def __call__(self, options: dict[str, Any], end: Any) -> Any:
         self.engines.append(self.build(options, end))
         return self.engines[-1]
+
+
+def half_unusable(options: dict[str, Any], end: Any) -> Any:
+    """Of two replicas with a trace, the second."""
+    if options["trace"].endswith(".1.jsonl"):
+        unusable(options, end)
+    return FakeEngine(options)
+
+
+def endless(options: dict[str, Any], end: Any) -> Any:
+    """Is never ready."""
+    time.sleep(600)

@@ -29,8 +29,8 @@ FLAGS = ("--device", "cpu", "--num-kvcache-blocks", "200", "--port", "0")
 class ServeProcess:
     """A process group of its own, as a shell makes one."""
 
-    def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "steps.03_online.serve", *flags]
+    def __init__(self, *flags: str, stage: str) -> None:
+        command = [sys.executable, "-m", f"steps.{stage}.serve", *flags]
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
@@ -73,8 +73,8 @@ class ServeProcess:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[ServeProcess]:
-    server = ServeProcess(*(flags or FLAGS))
+def serving(*flags: str, stage: str = "03_online") -> Iterator[ServeProcess]:
+    server = ServeProcess(*(flags or FLAGS), stage=stage)
     try:
         yield server
     finally:

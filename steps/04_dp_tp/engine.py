@@ -54,6 +54,8 @@ class Engine:
         # Drawn here and not by the replicas, of which each would draw the same.
         self.seeds = np.random.default_rng(config.seed)
         self._records: deque[StepRecord] = deque(maxlen=MAX_UNREAD)
+        self._unreported: list[StepOutput] = []
+        """Last outputs of requests whose replica has ended."""
 
     @property
     def max_model_length(self) -> int:
@@ -75,6 +77,7 @@ class Engine:
         """Sent to its replica by the next `step`."""
         if any(client.expects(request_id) for client in self._clients):
             raise ValueError(f"request_id {request_id!r} is already running")
+        self._look_for_ends(0)  # one that has ended since the last step gets nothing more
         tokens = self.check_request(prompt_token_ids, params)
         loads = {number: client.outstanding_tokens for number, client in self._live.items()}
         client = self._live[self.router.choose(tokens, loads)]
@@ -82,6 +85,7 @@ class Engine:
         client.add(request_id, tokens, params.model_copy(update={"seed": seed}))
 
     def abort_request(self, request_id: str) -> None:
+        self._unreported = [one for one in self._unreported if one.request_id != request_id]
         for client in self._live.values():
             client.abort(request_id)
             client.flush()
@@ -92,21 +96,20 @@ class Engine:
             client.flush()
 
     def has_unfinished_requests(self) -> bool:
-        return any(client.num_unfinished for client in self._clients)
+        return bool(self._unreported) or any(client.num_unfinished for client in self._clients)
 
     def step(self) -> list[StepOutput]:
         """Wait for what any of the engines has done. Requests of one that has ended end with an
         error. Raises EngineDeadError if none is left."""
-        self.check_alive()
+        outputs = self._take_unreported()
         for client in self._live.values():
             client.flush()
-        outputs: list[StepOutput] = []
         while not outputs and self.has_unfinished_requests():
             for client in self._live.values():
                 outputs += self._received(client)
             if not outputs:
-                online("client").wait_for_any(list(self._live.values()))
-                outputs += self._note_ends()
+                self._look_for_ends(None)
+                outputs = self._take_unreported()
         return outputs
 
     def stats(self) -> EngineStats:
@@ -146,9 +149,9 @@ class Engine:
             outputs += (failed(one.request_id, one.message) for one in progress.refused)
         return outputs
 
-    def _note_ends(self) -> list[StepOutput]:
-        """The last outputs of requests whose replica has ended."""
-        outputs: list[StepOutput] = []
+    def _look_for_ends(self, timeout: float | None) -> None:
+        """Wait, in seconds, until something has come or a replica has ended, and note which."""
+        online("client").wait_for_any(list(self._live.values()), timeout)
         for number, client in list(self._live.items()):
             if client.error is not None:
                 del self._live[number]
@@ -157,7 +160,11 @@ class Engine:
                     "replica %d has ended with %d requests: %s",
                     number, len(client.cut_short), client.error,
                 )  # fmt: skip
-                outputs += (failed(one, str(client.error)) for one in client.cut_short)
+                self._unreported += (failed(one, str(client.error)) for one in client.cut_short)
+
+    def _take_unreported(self) -> list[StepOutput]:
+        """Raises EngineDeadError if no replica is left."""
+        outputs, self._unreported = self._unreported, []
         self.check_alive()
         return outputs
 

@@ -9,12 +9,12 @@ from shared.config import EngineConfig
 from shared.engine.batch import Batch
 from shared.engine.model_runner import ModelRunner, StepHandle
 from shared.engine.resolve import resolve_device
-from shared.engine.result import RunnerLost, StepResult
+from shared.engine.result import StepResult
 from shared.models.config import ModelConfig
 from shared.models.files import ModelFiles
 from shared.models.registry import MODELS
 
-from .worker_group import WorkerGroup
+from .worker_group import WorkerGroup, as_lost
 
 
 class TensorParallelHandle:
@@ -29,7 +29,7 @@ class TensorParallelHandle:
         try:
             return self._handle.result()
         except Exception as error:
-            raise _lost(self._group, error) from error
+            raise as_lost(self._group.end(error)) from error
 
 
 class TensorParallelRunner:
@@ -69,7 +69,7 @@ class TensorParallelRunner:
         try:
             return TensorParallelHandle(self._first.submit(batch), self._group)
         except Exception as error:
-            raise _lost(self._group, error) from error
+            raise as_lost(self._group.end(error)) from error
 
     def describe(self) -> dict[str, object]:
         return self._first.describe()
@@ -102,10 +102,3 @@ def start_group(
     except BaseException:
         group.close()
         raise
-
-
-def _lost(group: WorkerGroup, error: Exception) -> RunnerLost:
-    cause = group.end(error)
-    if isinstance(cause, RunnerLost):
-        return cause
-    return RunnerLost(f"{type(cause).__name__}: {cause}")

@@ -114,7 +114,7 @@ class WorkerGroup:
     def check(self) -> None:
         """Raises RunnerLost if the group has ended."""
         if self._failure is not None:
-            raise RunnerLost(str(self._failure)) from self._failure
+            raise as_lost(self._failure)
 
     def end(self, error: Exception) -> Exception:
         """Rank 0 cannot go on, by `error`: the group ends. Returns its cause, if this returns."""
@@ -204,6 +204,13 @@ class WorkerGroup:
             self._failure = RunnerLost(how.replace("the engine process", name))
         self._noticed.set()
         self._end(self._failure)
+
+
+def as_lost(cause: Exception) -> RunnerLost:
+    """An error after which no step can be right, whatever kind its cause is of."""
+    if isinstance(cause, RunnerLost):
+        return cause
+    return RunnerLost(f"{type(cause).__name__}: {cause}")
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:

@@ -6,8 +6,10 @@
     {{ changed STAGE }}               files, lines, folded differences, what is reused unchanged
     {{ results STAGE WORKLOAD,... against=STAGE,... without=FILE,... }}
     {{ ladder WORKLOAD,... }}         newest row of every stage
-    {{ plot gaps|throughput WORKLOAD }}
+    {{ plot gaps|throughput|tradeoff WORKLOAD }}
+    {{ plot goodput }}                curves of every online rate sweep
     {{ sweep FILE OPTION METRIC,... }}
+    {{ swept NAME }}                  all points of `python -m bench.sweep NAME`
     {{ number FILE STAGE WORKLOAD METRIC FORMAT option=value ... }}
     {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT option=value ... }}
     {{ kernels OPERATION }}           all measured shapes of a kernel
@@ -47,7 +49,7 @@ from tools.docsite.sources import Region
 
 MACRO = re.compile(r"\{\{ (\w+)( [^{}\n]*?)? \}\}")
 FENCE = re.compile(r"^```(sourcemap|reading)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Colours that tools/svg.py and its users draw with -> the page's variable for them.
+# Colours that bench/svg.py and its users draw with -> the page's variable for them.
 FIGURE_COLOURS = {
     "#ffffff": "paper", "#222222": "ink", "#8a8a8a": "faint", "#555555": "line",
 }  # fmt: skip
@@ -68,6 +70,7 @@ class Expander:
             "results": self.results,
             "ladder": lambda workloads: results.ladder(workloads.split(",")),
             "sweep": lambda name, option, metrics: results.sweep(name, option, metrics.split(",")),
+            "swept": results.swept,
             "number": results.number,
             "ratio": results.ratio,
             "kernels": results.kernel_rows,
@@ -134,7 +137,7 @@ class Expander:
         code = f'``` {{ .{language} linenums="{region.first}" }}\n{region.text.rstrip()}\n```'
         if not fold:
             return f'<p class="where">{self.link(region, where)}</p>\n\n{code}\n'
-        title = f"{name or path} ({region.num_lines} lines)"
+        title = f"`{name or path}` ({region.num_lines} lines)"
         inner = f'<p class="where">{self.link(region, where)}</p>\n\n{code}'
         return f'??? quote "{title}"\n\n{_indented(inner)}\n'
 
@@ -246,12 +249,12 @@ class Expander:
         return "\n".join(parts)
 
 
-def plot(kind: str, workload: str) -> str:
-    """Every context in which at least two stages were measured."""
-    parts = [
-        f"{_inline(svg, caption)}\n\n<small>{caption}</small>"
-        for caption, svg in plots.of_workload(kind, workload)
-    ]
+def plot(kind: str, workload: str = "") -> str:
+    """Every context in which at least two stages were measured; or every online rate sweep."""
+    found = plots.of_goodput() if kind == "goodput" else plots.of_workload(kind, workload)
+    parts = [f"{_inline(svg, caption)}\n\n<small>{caption}</small>" for caption, svg in found]
+    if not parts and kind == "goodput":
+        return "No online rate sweep in this repository yet."
     return "\n\n".join(parts) or f"No result compares stages on `{workload}` yet."
 
 
