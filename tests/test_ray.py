@@ -339,6 +339,36 @@ def test_a_front_end_that_forgets_to_close_leaves_nothing_behind(cluster: Any) -
     wait_until(lambda: not is_running(pid))
 
 
+def test_sigterm_is_left_to_the_front_end(cluster: Any) -> None:
+    """Ray would end the process at once, or after three seconds."""
+    script = """
+        import asyncio, signal
+        import steps
+        from tests.parallel import config
+        async def main():
+            stop = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+            engine = await steps.load("04_dp_tp").AsyncEngine.start(
+                config(1, distributed_backend="ray"), build="tests.online:FakeEngine"
+            )
+            print("started", flush=True)
+            await stop.wait()
+            await asyncio.sleep(5)
+            await engine.close()
+            print("drained", flush=True)
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.stdout.readline() == "drained\n"
+        assert process.wait(START_SECONDS) == 0
+
+
 def test_a_private_cluster_ends_with_its_front_end(
     environment: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
 
 from .config import ParallelConfig
-from .launch import Launcher, combined
+from .launch import Launcher, combined, ray_transport
 from .online import online
 from .router import Router
 
@@ -155,6 +155,8 @@ class AsyncEngine:
         `in_process` and `build` are those of EngineClient.
         """
         tokenizer = await asyncio.to_thread(online("async_engine").read_tokenizer, config)
+        if config.distributed_backend == "ray":
+            ray_transport().connect()  # not in a thread
         launcher = await asyncio.to_thread(Launcher, config, build, in_process)
         replicas = [
             Replica(number, launcher, tokenizer, max_queued_requests)

@@ -59,14 +59,9 @@ class RayTransport(Transport):
 
     def __init__(self, build: str, name: str, config: ParallelConfig) -> None:
         """`build` and `name` are those of ProcessTransport. Each rank gets a GPU of its own, all on
-        one node; in a cluster without GPUs, or with device "cpu", a CPU.
-
-        The cluster is the one of the environment's RAY_ADDRESS ("auto": the one that was started on
-        this machine). Without it, a private one starts here and lives as long as the thread that
-        has called this. Raises ValueError if Ray is not installed, and OSError if the cluster does
-        not answer.
-        """
-        self._ray = _connect()
+        one node; in a cluster without GPUs, or with device "cpu", a CPU. Raises what `connect`
+        raises."""
+        self._ray = connect()
         has_gpus = config.device == "cuda" or "GPU" in self._ray.cluster_resources()
         self._resource = "GPU" if has_gpus and config.device != "cpu" else "CPU"
         self._size = config.tensor_parallel_size
@@ -272,8 +267,15 @@ class _Port:
                 loop.remove_reader(descriptor)
 
 
-def _connect() -> Any:
-    """The module `ray`, connected to a cluster."""
+def connect() -> Any:
+    """The module `ray`, connected to the cluster of the environment's RAY_ADDRESS ("auto": the one
+    that was started on this machine) or, without it, to a private one that is started here and
+    ends with this process. Later calls find that connection.
+
+    The first call belongs into the main thread: Ray's processes end with the thread that has
+    started them, and only there can SIGTERM be taken back from Ray, which would end this process
+    within seconds. Raises ValueError if Ray is not installed, and OSError if no cluster answers.
+    """
     try:
         ray = importlib.import_module("ray")
     except ImportError:
@@ -289,7 +291,7 @@ def _connect() -> Any:
             ray.init(address, include_dashboard=False)
         finally:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)  # Ray's would just exit
+                signal.signal(signal.SIGTERM, handler)
     return ray
 
 

@@ -230,3 +230,27 @@ def test_no_point_of_a_sweep_stands_for_its_stage(stored: Path) -> None:
     results.rows_of.cache_clear()
     lines = expand(f"{{{{ sweep sweep_budget_cpu.json {option} }}}}").splitlines()
     assert lines[2:4] == ["| 11 | 77 |", "| 13 | 91 |"]
+
+
+def test_several_gpus_are_compared_with_one(stored: Path) -> None:
+    text = "{{ parallel 04_p decode_gap,saturation }}"
+    assert expand(text) == "Not measured yet on several GPUs: `decode_gap`, `saturation`."
+    rows = [
+        stored_row("04_p", speed, data_parallel_size=data, tensor_parallel_size=tensor)
+        for data, tensor, speed in ((2, 1, 190.0), (1, 1, 90.0), (1, 1, 100.0), (1, 2, 150.0))
+    ]
+    (stored / "parallel.json").write_text(json.dumps(rows))
+    online = [
+        {**online_row("x", 8.0, speed), "stage": "04_p", "config": {"data_parallel_size": data}}
+        for data, speed in ((1, 3.0), (2, 5.5))
+    ]
+    for row in online:
+        row["medians"]["tokens_per_second"] = 10 * row["medians"]["goodput.requests_per_second"]
+        row["spread"] = {name: (value, value) for name, value in row["medians"].items()}
+    (stored / "online.json").write_text(json.dumps(online))
+    found = expand(text)
+    assert "| 1 | 1 | 100 | 1.00 | - |" in found
+    assert "| 1 | 2 | 150 | 1.50 | - |" in found
+    assert "| 2 | 1 | 190 | 1.90 | - |" in found
+    assert "| 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
+    assert "8 requests/s offered" in found

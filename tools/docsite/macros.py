@@ -19,6 +19,7 @@
     {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size
     {{ small_batch }}                 linear layers of few rows
     {{ decode_profile }}              where the time of a decode step goes
+    {{ parallel STAGE NAME,... }}     several GPUs against one, by workload or online scenario
     {{ value PATH NAME }}             a constant's value
     {{ lines PATH NAME }}             how many lines that region has
     {{ figure FILE "description" }}   an SVG of docs/images, in the colours of the page
@@ -44,7 +45,7 @@ from typing import Any
 
 from mkdocs.utils import get_relative_url
 
-from tools.docsite import ROOT, changes, plots, results, roofline, sources, traces
+from tools.docsite import ROOT, changes, parallel, plots, results, roofline, sources, traces
 from tools.docsite.sources import Region
 
 MACRO = re.compile(r"\{\{ (\w+)( [^{}\n]*?)? \}\}")
@@ -90,6 +91,7 @@ class Expander:
             "traces": self.traces,
             "small_batch": results.small_batch,
             "decode_profile": results.decode_profile,
+            "parallel": lambda stage, names: parallel.tables(stage, names.split(",")),
             "value": lambda path, name: sources.constant(path, name),
         }
 
