@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import steps
-from shared import SamplingParams
 from shared.engine.input_buffers import InputSizes
 from shared.engine.step_plan import StepPlan
 from shared.models.files import ModelFiles
@@ -26,6 +25,7 @@ from tests.engine_contract import (
     assert_idle,
     drive,
     prompt_of,
+    requests_of_all_kinds,
     tokens_of,
 )
 from tests.parallel import parallel
@@ -62,7 +62,8 @@ def groups() -> Iterator[Callable[[int], Any]]:
 
 
 def parallel_engine(group: Any, module: ModuleType, config: Any) -> Any:
-    """A stage's engine, its model on all ranks of the group."""
+    """A stage's engine, its model on all ranks of the group, which is on the CPU."""
+    config = config.replace(device="cpu")
     files = ModelFiles.find(config.model, config.load_format)
     runner = parallel("runner").TensorParallelRunner(
         group, config, files.config, files.weights, module.Engine.decodes_in_front
@@ -96,24 +97,6 @@ class TestContract(EngineContract):
             yield engine
 
 
-def requests_of_all_kinds(rng: random.Random) -> dict[str, tuple[list[int], SamplingParams]]:
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 5},
-        {"temperature": 0.9, "seed": 6, "top_k": 20, "top_p": 0.9},
-        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-        {"temperature": 0.7, "seed": 7, "logprobs": 3, "prompt_logprobs": 2},
-        {"temperature": 0, "logit_bias": {126: 5.0}, "min_tokens": 4},
-    ]
-    return {
-        f"r{number}": (
-            prompt_of(rng, length),
-            SamplingParams(**kinds[number % len(kinds)], max_tokens=12, ignore_eos=True),
-        )
-        for number, length in enumerate([1, 16, 17, 33, 90, 5, 40, 64, 2, 31, 70, 8])
-    }
-
-
 @pytest.mark.parametrize("stage", steps.engines())
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_one_rank_says(
@@ -124,6 +107,7 @@ def test_what_one_rank_says(
     module = steps.load(stage)
     config = module.Config(
         model=str(reference.directory),
+        device="cpu",
         max_model_length=256,
         num_kvcache_blocks=30,  # some are preempted
         kvcache_block_size=8,

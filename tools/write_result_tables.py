@@ -94,9 +94,9 @@ def small_batch(report: SmallBatchReport) -> str:
 
 def channels(report: ChannelReport) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    where = f"{report.hardware.cpu}, {report.hardware.cpu_count} CPUs"
     lines = [
-        f"**A step's message from rank 0 to its workers; {report.hardware.cpu}, "
-        f"{report.hardware.cpu_count} CPUs**",
+        f"**A step's message from rank 0 to its workers; {where}**",
         "",
         "| workers | message | channel | arrival, µs | p99 | sending, µs |",
         "|---:|---|---|---:|---:|---:|",

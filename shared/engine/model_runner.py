@@ -44,6 +44,7 @@ from shared.kernels.step_inputs import resolve_step_inputs
 from shared.layers.attention import ATTENTION_BACKENDS, AttentionMetadata, AttentionShape
 from shared.layers.tensor_parallel import TensorParallel
 from shared.models.config import ModelConfig
+from shared.models.files import BUNDLED
 from shared.models.loader import initialize_dummy, load_weights
 from shared.models.registry import MODELS
 
@@ -305,7 +306,7 @@ class ModelRunner:
     def _describe(self) -> dict[str, object]:
         on_gpu = self.device.type == "cuda"
         return {
-            "model": self.config.model or "bundled tiny checkpoint",
+            "model": self.config.model or BUNDLED,
             "architecture": self.model_config.architecture,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),

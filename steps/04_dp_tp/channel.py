@@ -7,6 +7,17 @@ The inputs are written once, whatever the number of workers. A frame is small; i
 there (a system call orders memory on every processor), and the end of its stream that rank 0 is
 gone. Everything is passed on as an open file: there are no names, so nothing can be left behind.
 
+Measured (bench/results/cpu/channels.json; python -m bench.channels measures it again), in
+microseconds until the last worker has the words, of a decode step and of one of 16,384 tokens:
+
+                                      1 worker      3 workers     7 workers
+    shared memory (here)              49    69      94   148     138   227
+    the whole message by socket       44    83      81   257     180   423
+    ZeroMQ                           107   139     249   457     434   793
+
+Sockets are as good for few words and few workers, but every worker costs a copy, which rank 0 waits
+for: 58 here against 410 for the last. ZeroMQ hands each message to a thread, on both sides.
+
 No message is acknowledged. Its words stay until SLOTS more have been sent, and rank 0 sends a step
 only after the one three before it has ended, in which all workers took part.
 """

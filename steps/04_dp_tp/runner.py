@@ -14,7 +14,7 @@ from shared.models.config import ModelConfig
 from shared.models.files import ModelFiles
 from shared.models.registry import MODELS
 
-from .worker_group import WorkerGroup, as_lost
+from .worker_group import WorkerGroup
 
 
 class TensorParallelHandle:
@@ -29,7 +29,7 @@ class TensorParallelHandle:
         try:
             return self._handle.result()
         except Exception as error:
-            raise as_lost(self._group.end(error)) from error
+            self._group.lose(error)
 
 
 class TensorParallelRunner:
@@ -60,7 +60,7 @@ class TensorParallelRunner:
             )
             group.wait_until_made()
         except Exception as error:
-            raise group.end(error) from error
+            group.fail(error)
         self.limits = self._first.limits
 
     def submit(self, batch: Batch) -> TensorParallelHandle:
@@ -69,7 +69,7 @@ class TensorParallelRunner:
         try:
             return TensorParallelHandle(self._first.submit(batch), self._group)
         except Exception as error:
-            raise as_lost(self._group.end(error)) from error
+            self._group.lose(error)
 
     def describe(self) -> dict[str, object]:
         return self._first.describe()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -48,13 +49,14 @@ class WorkerGroup:
     """
 
     def __init__(self, size: int, device_type: str, end: Callable[[Exception], None]) -> None:
-        """`device_type`: "cpu" or "cuda". `end` is called when the group cannot go on: with what
-        ended a worker, in a thread of its own, or by `end`. Raises ValueError if there are not GPUs
-        enough, and what a worker's start raises."""
+        """`device_type`: "cpu" or "cuda". `end` is called once, when the group cannot go on, with
+        the reason: in a thread of its own if a worker has ended, or by `fail`. Raises ValueError if
+        there are not GPUs enough, and what a worker's start raises."""
         if device_type == "cuda" and size > (there := torch.cuda.device_count()):
             raise ValueError(f"tensor_parallel_size={size}, but {there} GPUs can be seen")
         self._end = end
         self._failure: Exception | None = None
+        self._lock = threading.Lock()
         self._noticed = threading.Event()
         self._is_closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -71,10 +73,13 @@ class WorkerGroup:
             self._wait_for_all()
             self.tp = join(0, size, store.port, device_type, store)
             self._wait_for_all()
-        except Exception as error:
-            failure = self.end(error)
-            self.close()
-            raise failure from error
+        except BaseException as error:
+            try:
+                if isinstance(error, Exception):
+                    self.fail(error)
+                raise
+            finally:
+                self.close()
 
     @property
     def is_alive(self) -> bool:
@@ -114,17 +119,19 @@ class WorkerGroup:
     def check(self) -> None:
         """Raises RunnerLost if the group has ended."""
         if self._failure is not None:
-            raise as_lost(self._failure)
+            raise lost(self._failure)
 
-    def end(self, error: Exception) -> Exception:
-        """Rank 0 cannot go on, by `error`: the group ends. Returns its cause, if this returns."""
-        self._noticed.wait(NOTICE_SECONDS)  # a worker's end is the cause, `error` what it led to
-        if self._failure is None:
-            self._failure = error
-            self._end(error)
-        for process in self._processes:
-            process.kill()
-        return self._failure
+    def lose(self, error: Exception) -> NoReturn:
+        """As `fail`, by an error in a step. Raises RunnerLost: no later step can be right."""
+        raise lost(self._give_up(error)) from error
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Rank 0 cannot go on, by `error`: the group ends. Raises what has ended a worker, if one
+        has, for `error` is what that led to."""
+        cause = self._give_up(error)
+        if cause is error:
+            raise error
+        raise cause from error
 
     def close(self) -> None:
         """End the workers, by force if they do not end by themselves. Idempotent."""
@@ -142,6 +149,22 @@ class WorkerGroup:
             self._watcher.join()
         for lifeline in self._lifelines:
             lifeline.close()
+
+    def _give_up(self, error: Exception) -> Exception:
+        self._noticed.wait(NOTICE_SECONDS)
+        cause = self._end_by(error)
+        for process in self._processes:
+            process.kill()
+        return cause
+
+    def _end_by(self, error: Exception) -> Exception:
+        """The first reason counts; returns it."""
+        with self._lock:
+            is_first = self._failure is None
+            cause = self._failure = self._failure or error
+        if is_first:
+            self._end(cause)
+        return cause
 
     def _start(self, arguments: tuple[object, ...]) -> None:
         lifeline, their_lifeline = socket.socketpair()
@@ -195,22 +218,21 @@ class WorkerGroup:
         if self._is_closing or self._failure is not None:
             return
         name = f"tensor-parallel rank {index + 1}"
+        error: Exception
         if words:
             said = online("messages").decode_failure(words)
             kind = {"ValueError": ValueError, "OSError": OSError}.get(said.kind, RunnerLost)
-            self._failure = kind(f"{name}: {said.message}")
+            error = kind(f"{name}: {said.message}")
         else:
-            how = online("transport").how_it_ended(status)
-            self._failure = RunnerLost(how.replace("the engine process", name))
+            error = RunnerLost(online("transport").how_it_ended(status, name))
+        self._end_by(error)
         self._noticed.set()
-        self._end(self._failure)
 
 
-def as_lost(cause: Exception) -> RunnerLost:
-    """An error after which no step can be right, whatever kind its cause is of."""
-    if isinstance(cause, RunnerLost):
-        return cause
-    return RunnerLost(f"{type(cause).__name__}: {cause}")
+def lost(cause: Exception) -> RunnerLost:
+    """A new one each time: the same one would collect the tracebacks of all who meet it."""
+    kind = "" if isinstance(cause, RunnerLost) else f"{type(cause).__name__}: "
+    return RunnerLost(f"{kind}{cause}")
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
