@@ -20,13 +20,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import tyro
 
 from bench.result import Floor
-from bench.workloads import Scale, Workload, WorkloadName, build_workload
+from bench.workloads import Request, Scale, WorkloadName, build_workload
 from shared.models.config import ModelConfig, real_model_config
 
 ASSUMPTION = (
@@ -174,8 +175,17 @@ def _triangle(n: int) -> int:
     return n * (n + 1) // 2
 
 
+class Work(Protocol):
+    """A `Workload`, as far as its floor is concerned."""
+
+    @property
+    def requests(self) -> Sequence[Request]: ...
+    @property
+    def window(self) -> float | None: ...
+
+
 def physical_floor(
-    workload: Workload, cost: ModelCost, rates: Rates, limits: Limits, devices: int = 1
+    workload: Work, cost: ModelCost, rates: Rates, limits: Limits, devices: int = 1
 ) -> Floor:
     """The floor of a workload on `devices` equal devices that share the work perfectly.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from bench.result import Percentiles, RunMetrics
@@ -68,6 +69,40 @@ class Observed:
         return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
 
 
+class Samples(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run of a workload left: every latency in milliseconds, not yet summarised."""
+
+    seconds: float
+    output_tokens: int
+    """Of requests that did not fail; in a workload with a window, those generated within it."""
+    failures: list[str] = []
+    """A message for each request that failed. It leaves no other trace in the numbers."""
+    ttft_ms: list[float] = []
+    tpot_ms: list[float] = []
+    gap_ms: list[float] = []
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    wave_prefix_hit_tokens: list[int] = []
+
+    def metrics(self, workload: Workload) -> RunMetrics:
+        return RunMetrics(
+            repeat=workload.repeat,
+            sha256=workload.sha256,
+            seconds=self.seconds,
+            requests=len(workload.requests),
+            failed=len(self.failures),
+            failures=self.failures[:MAX_FAILURE_TEXTS],
+            output_tokens=self.output_tokens,
+            tokens_per_second=self.output_tokens / self.seconds if self.seconds > 0 else 0.0,
+            ttft_ms=percentiles(self.ttft_ms),
+            tpot_ms=percentiles(self.tpot_ms),
+            gap_ms=percentiles(self.gap_ms),
+            prompt_tokens=self.prompt_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            wave_prefix_hit_tokens=self.wave_prefix_hit_tokens,
+        )
+
+
 class Driver:
     """Feeds requests to an engine and notes when their tokens appear."""
 
@@ -84,12 +119,16 @@ class Driver:
 
     def run(self, workload: Workload) -> RunMetrics:
         """Runs the whole workload once. Errors of `step` itself are not caught."""
+        return self.samples(workload).metrics(workload)
+
+    def samples(self, workload: Workload) -> Samples:
+        """The same, unsummarised."""
         self.observed = {}
         if workload.window is None:
             start = self._run_waves(workload)
-            return _summarise(workload, self.observed.values(), self.clock() - start, None)
+            return _samples(self.observed.values(), self.clock() - start, None)
         start = self._run_window(workload, workload.window)
-        return _summarise(workload, self.observed.values(), workload.window, start)
+        return _samples(self.observed.values(), workload.window, start)
 
     def _run_waves(self, workload: Workload) -> float:
         start = self.clock()
@@ -186,12 +225,7 @@ class Driver:
                     observed.failure = f"ended after {got} of {wanted} tokens"
 
 
-def _summarise(
-    workload: Workload,
-    observed: Iterable[Observed],
-    seconds: float,
-    window_start: float | None,
-) -> RunMetrics:
+def _samples(observed: Iterable[Observed], seconds: float, window_start: float | None) -> Samples:
     """Failed requests are counted and leave no other trace in the numbers."""
     everything = list(observed)
     for o in everything:
@@ -212,18 +246,13 @@ def _summarise(
         tokens = sum(window_start < t <= end for series in times for t in series)
         gaps = _gaps(steady, window_start, end)
     waves = sorted({o.request.wave for o in everything})
-    return RunMetrics(
-        repeat=workload.repeat,
-        sha256=workload.sha256,
+    return Samples(
         seconds=seconds,
-        requests=len(everything),
-        failed=len(failures),
-        failures=failures[:MAX_FAILURE_TEXTS],
         output_tokens=tokens,
-        tokens_per_second=tokens / seconds if seconds > 0 else 0.0,
-        ttft_ms=percentiles([1e3 * o.ttft() for o in ended]),
-        tpot_ms=percentiles([1e3 * t for o in ended if (t := o.tpot()) is not None]),
-        gap_ms=percentiles(1e3 * gaps),
+        failures=failures,
+        ttft_ms=[1e3 * o.ttft() for o in ended],
+        tpot_ms=[1e3 * t for o in ended if (t := o.tpot()) is not None],
+        gap_ms=(1e3 * gaps).tolist(),
         prompt_tokens=sum(len(o.request.prompt) for o in ended),
         prefix_hit_tokens=sum(o.cached_tokens for o in ended),
         wave_prefix_hit_tokens=[

@@ -176,6 +176,12 @@ def percent_of_floor(workload: str, medians: dict[str, float], floor: Floor | No
     return 100 * medians["tokens_per_second"] / floor.tokens_per_second
 
 
+def common_config(row: Result) -> dict[str, Any]:
+    """Of a row's settings, those that every row of a table has in common."""
+    names = ("model", "load_format", "dtype", "device")
+    return {name: row.config[name] for name in names if name in row.config}
+
+
 # --- where and with what -------------------------------------------------------------------------
 
 

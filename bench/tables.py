@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from bench.result import Result
@@ -19,6 +20,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("prefix hits", "prefix_hit_tokens", ",.0f"),
     ("failed", "failed", ",.0f"),
 )
+# Columns that say how rows came about; mostly the same for all of a comparison.
+CIRCUMSTANCES = ("prefix hits", "failed", "config", "runs", "commit")
 
 
 def context(row: Result) -> str:
@@ -41,9 +44,9 @@ def context(row: Result) -> str:
 def tables(rows: Sequence[Result]) -> list[tuple[str, list[str], list[list[str]]]]:
     """(caption, headers, cells): one table per workload, model and machine, in order of arrival.
 
-    A row's ratio is its throughput over that of the first stage, in that stage's latest row so far:
-    rows of an older commit are not what a newer one was run against. Micro workloads compare time
-    per token; above 1 is always faster.
+    A row's ratio is its throughput over that of the first row, or of the latest so far of that
+    stage with the same settings: rows of an older commit are not what a newer one was run against.
+    Micro workloads compare time per token; above 1 is always faster.
     """
     groups: dict[str, list[Result]] = {}
     for row in rows:
@@ -57,7 +60,8 @@ def _table(rows: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     cells = []
     reference = rows[0]
     for row in rows:
-        if row.stage == reference.stage and row.medians:
+        alike = row.stage == reference.stage and _config_cell(row) == _config_cell(reference)
+        if alike and row.medians:
             reference = row
         line = [row.stage, *(_cell(row, name, form) for _, name, form in columns)]
         percent, ratio = row.percent_of_floor, _ratio(row, reference)
@@ -82,7 +86,11 @@ def _cell(row: Result, name: str, form: str) -> str:
 
 def _config_cell(row: Result) -> str:
     config = row.config
-    parts = [str(config.get("attention_backend", "?")), f"block {config.get('kvcache_block_size')}"]
+    parts = []
+    names = {"attention_backend": "{}", "kvcache_block_size": "block {}", "flags": "{}"}
+    for name, form in names.items():
+        if config.get(name):
+            parts.append(form.format(config[name]))
     for name, short in (("tensor_parallel_size", "TP"), ("data_parallel_size", "DP")):
         if config.get(name, 1) != 1:
             parts.append(f"{short}{config[name]}")
@@ -94,7 +102,7 @@ def _config_cell(row: Result) -> str:
         parts.append("separate")
     if (num_steps := config.get("max_prefill_defer")) is not None:
         parts.append(f"defer {num_steps}")
-    return ", ".join(parts)
+    return ", ".join(parts) or "-"
 
 
 def _ratio(row: Result, first: Result) -> float | None:
@@ -173,13 +181,19 @@ def _floor_lines(row: Result) -> list[tuple[str, str]]:
 
 
 def rich_tables(rows: Sequence[Result]) -> list[Table]:
-    """The same tables for the terminal."""
+    """The same tables for the terminal, narrower: a range stands below its median, and
+    circumstances that are equal in all rows stand above them once."""
     rendered = []
     for caption, headers, cells in tables(rows):
-        table = Table(title=caption, title_justify="left")
-        for index, header in enumerate(headers):
-            table.add_column(header, justify="left" if index == 0 else "right", overflow="fold")
-        for line in cells:
-            table.add_row(*line)
+        columns = list(zip(headers, *cells, strict=True))
+        same = [c for c in columns if c[0] in CIRCUMSTANCES and len(cells) > 1 == len(set(c[1:]))]
+        title = "; ".join([caption, *(f"{header} {cell}" for header, cell, *_ in same)])
+        table = Table(title=title, title_justify="left")
+        kept = [column for column in columns if column not in same]
+        for index, (header, *_) in enumerate(kept):
+            justify: JustifyMethod = "left" if index == 0 else "right"
+            table.add_column(header, justify=justify, overflow="fold", no_wrap=index == 0)
+        for line in zip(*(column[1:] for column in kept), strict=True):
+            table.add_row(*(cell.replace(" (", "\n(") for cell in line))
         rendered.append(table)
     return rendered

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +25,17 @@ import numpy as np
 from shared import SamplingParams
 from shared.models.config import ModelConfig
 
-WorkloadName = Literal["nano", "decode_gap", "decode_gap_busy", "shared_prefix", "batch1", "batch8"]
+WorkloadName = Literal[
+    "nano",
+    "nano_double",
+    "decode_gap",
+    "decode_gap_busy",
+    "decode_gap_many",
+    "decode_gap_few",
+    "shared_prefix",
+    "batch1",
+    "batch8",
+]
 Scale = Literal["cpu", "full", "full_large"]
 
 WORKLOADS: tuple[WorkloadName, ...] = get_args(WorkloadName)
@@ -34,6 +45,8 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 ID_LIMIT = 10_000
 # The repeat that is run first and not measured.
 WARMUP = -1
+# It runs this share, of what can be shortened.
+WARMUP_SHARE = 0.2
 # Above this, a long prompt every 0.4 s is more than one GPU can prefill beside its decodes.
 LARGE_MODEL_PARAMETERS = 3e9
 
@@ -82,12 +95,15 @@ class Workload:
         return sum(len(request.prompt) for request in self.requests)
 
     def shortened(self, share: float) -> Workload:
-        """The first `share` of the window; a workload that has none comes back as it is."""
-        if self.window is None:
-            return self
-        window = self.window * share
-        kept = tuple(r for r in self.requests if r.arrival is None or r.arrival < window)
-        return replace(self, requests=kept, window=window)
+        """For a warm-up: the first `share` of the window. Without a window, a CPU's work is cut to
+        its first requests, because nothing is compiled there; a GPU's is kept, with all sizes."""
+        if self.window is not None:
+            window = self.window * share
+            kept = tuple(r for r in self.requests if r.arrival is None or r.arrival < window)
+            return replace(self, requests=kept, window=window)
+        if self.scale == "cpu":
+            return replace(self, requests=self.requests[: math.ceil(share * len(self.requests))])
+        return self
 
 
 def content_hash(
@@ -131,17 +147,9 @@ def auto_scale(device: str, model: ModelConfig) -> Scale:
 def engine_options(name: WorkloadName, scale: Scale) -> dict[str, Any]:
     """Options that somebody with this work would set, by field name, for the stages that have them:
     the defaults are for throughput on a GPU."""
-    return _ENGINE_OPTIONS.get((name, scale), {})
-
-
-_ENGINE_OPTIONS: dict[tuple[WorkloadName, Scale], dict[str, Any]] = {
-    ("decode_gap", "cpu"): {"max_prefill_tokens_per_step": 128},
-    ("decode_gap_busy", "cpu"): {"max_prefill_tokens_per_step": 128},
-    ("decode_gap", "full"): {"max_prefill_tokens_per_step": 512},
-    ("decode_gap_busy", "full"): {"max_prefill_tokens_per_step": 512},
-    ("decode_gap", "full_large"): {"max_prefill_tokens_per_step": 512},
-    ("decode_gap_busy", "full_large"): {"max_prefill_tokens_per_step": 512},
-}
+    if name not in _GAPS:
+        return {}
+    return {"max_prefill_tokens_per_step": 128 if scale == "cpu" else 512}
 
 
 @dataclass
@@ -178,36 +186,67 @@ def _nano_lengths() -> list[tuple[int, int]]:
     return [(prompt, random.randint(100, 1024)) for prompt in prompts]
 
 
-def _nano(scale: Scale, ids: TokenIds) -> Built:
-    lengths = _nano_lengths()
-    if scale == "cpu":  # a quarter of the requests, an eighth of their lengths: 12-128
-        lengths = [(prompt // 8, output // 8) for prompt, output in lengths[:64]]
-    return [Request(ids.draw(prompt), output) for prompt, output in lengths], None
+def _nano(times: int) -> Callable[[Scale, TokenIds], Built]:
+    def build(scale: Scale, ids: TokenIds) -> Built:
+        lengths = _nano_lengths()
+        if scale == "cpu":  # a quarter of the requests, an eighth of their lengths: 12-128
+            lengths = [(prompt // 8, output // 8) for prompt, output in lengths[:64]]
+        return [Request(ids.draw(prompt), output) for prompt, output in times * lengths], None
+
+    return build
 
 
-def _decode_gap(scale: Scale, ids: TokenIds) -> Built:
-    return _gaps(scale, ids, {"cpu": (1.0, 8.0), "full": (0.4, 30.0), "full_large": (1.0, 30.0)})
+@dataclass(frozen=True)
+class _Gaps:
+    """Steady decodes, and prompts that get in their way."""
+
+    interval: float
+    """Seconds from one prompt to the next."""
+    window: float
+    steady: int
+    steady_prompt: int
+    prompt: int
+    output: int
 
 
-def _decode_gap_busy(scale: Scale, ids: TokenIds) -> Built:
-    """Prompts come often enough for one gap in a hundred to be one of theirs: a fast GPU makes
-    more than two hundred steps between two prompts of `decode_gap`."""
-    return _gaps(scale, ids, {"cpu": (0.5, 8.0), "full": (0.08, 10.0), "full_large": (0.4, 10.0)})
+_GAPS: dict[WorkloadName, dict[Scale, _Gaps]] = {
+    "decode_gap": {
+        "cpu": _Gaps(1.0, 8.0, 4, 64, 1024, 8),
+        "full": _Gaps(0.4, 30.0, 32, 512, 4096, 16),
+        "full_large": _Gaps(1.0, 30.0, 32, 512, 4096, 16),
+    },
+    # Prompts come often enough for one gap in a hundred to be one of theirs: a fast GPU makes more
+    # than two hundred steps between two prompts of `decode_gap`.
+    "decode_gap_busy": {
+        "cpu": _Gaps(0.5, 8.0, 4, 64, 1024, 8),
+        "full": _Gaps(0.08, 10.0, 32, 512, 4096, 16),
+        "full_large": _Gaps(0.4, 10.0, 32, 512, 4096, 16),
+    },
+    # Steps that are mostly decodes, over long contexts.
+    "decode_gap_many": {
+        "cpu": _Gaps(0.5, 8.0, 16, 128, 128, 8),
+        "full": _Gaps(0.1, 10.0, 128, 1024, 1024, 16),
+        "full_large": _Gaps(0.25, 10.0, 128, 1024, 1024, 16),
+    },
+    # Steps that are mostly prompt tokens.
+    "decode_gap_few": {
+        "cpu": _Gaps(1.0, 8.0, 1, 64, 1024, 8),
+        "full": _Gaps(0.05, 10.0, 4, 512, 4096, 16),
+        "full_large": _Gaps(0.25, 10.0, 4, 512, 4096, 16),
+    },
+}
 
 
-def _gaps(scale: Scale, ids: TokenIds, times: dict[Scale, tuple[float, float]]) -> Built:
-    """Steady decodes, and long prompts that get in their way: seconds from one to the next, and of
-    the whole."""
-    interval, window = times[scale]
-    steady, steady_prompt, prompt, output = {
-        "cpu": (4, 64, 1024, 8),
-        "full": (32, 512, 4096, 16),
-        "full_large": (32, 512, 4096, 16),
-    }[scale]
-    requests = [Request(ids.draw(steady_prompt), None) for _ in range(steady)]
-    for i in range(round(window / interval)):
-        requests.append(Request(ids.draw(prompt), output, arrival=round(i * interval, 6)))
-    return requests, window
+def _gaps(sizes: dict[Scale, _Gaps]) -> Callable[[Scale, TokenIds], Built]:
+    def build(scale: Scale, ids: TokenIds) -> Built:
+        size = sizes[scale]
+        requests = [Request(ids.draw(size.steady_prompt), None) for _ in range(size.steady)]
+        for i in range(round(size.window / size.interval)):
+            arrival = round(i * size.interval, 6)
+            requests.append(Request(ids.draw(size.prompt), size.output, arrival=arrival))
+        return requests, size.window
+
+    return build
 
 
 def _shared_prefix(scale: Scale, ids: TokenIds) -> Built:
@@ -243,9 +282,9 @@ def _batch(size: int, prompt: int) -> Callable[[Scale, TokenIds], Built]:
 
 
 _BUILDERS: dict[WorkloadName, Callable[[Scale, TokenIds], Built]] = {
-    "nano": _nano,
-    "decode_gap": _decode_gap,
-    "decode_gap_busy": _decode_gap_busy,
+    "nano": _nano(1),
+    "nano_double": _nano(2),  # for two replicas: each has as much to do as one has with `nano`
+    **{name: _gaps(sizes) for name, sizes in _GAPS.items()},
     "shared_prefix": _shared_prefix,
     "batch1": _batch(1, 16),
     "batch8": _batch(8, 512),

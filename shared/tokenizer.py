@@ -38,6 +38,9 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_OF = _byte_alphabet()
 
+# NFC makes one character of at most this many, as a Greek letter with three marks.
+MOST_COMPOSED = 4
+
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template; safe to use from several threads."""
@@ -59,6 +62,7 @@ class Tokenizer:
             token_id for token_id, token in added.items() if token.special
         )
         """Ids that `decode` leaves out by default."""
+        self._longest_token = _longest_token(backend)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -94,6 +98,11 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """No encoding of `text` has fewer tokens than this, which takes no time to know."""
+        longest = self._longest_token
+        return 0 if longest is None else -(-len(text) // longest)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids without a text give none; an incomplete character gives U+FFFD."""
@@ -143,6 +152,33 @@ class Tokenizer:
             names = ", ".join(sorted(self._templates))
             raise ValueError(f"the model has no default chat template, only: {names}")
         raise ValueError("the model has no chat template")
+
+
+def _longest_token(backend: tokenizers.Tokenizer) -> int | None:
+    """Most characters of a text that one token can stand for; None: nothing is known, for only a
+    byte-level BPE surely leaves nothing out."""
+    vocabulary = backend.get_vocab()
+    splitting = _described(backend.pre_tokenizer)
+    steps = splitting.get("pretokenizers", [splitting])
+    if (
+        any(step.get("behavior") == "Removed" for step in steps)
+        or "ByteLevel" not in [step.get("type") for step in steps]
+        or not BYTE_OF.keys() <= vocabulary.keys()
+        # These take any number of spaces with them.
+        or any(
+            token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()
+        )
+    ):
+        return None
+    longest = max(map(len, vocabulary))
+    normalising = _described(backend.normalizer).get("type")
+    return {None: longest, "NFC": longest * MOST_COMPOSED}.get(normalising)
+
+
+def _described(part: Any) -> dict[str, Any]:
+    """A part of a tokenizer as its file has it; {} for one that it lacks."""
+    made: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return made
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:

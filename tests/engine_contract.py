@@ -23,6 +23,24 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(1, 128) for _ in range(length)]
 
 
+def requests_of_all_kinds(rng: random.Random) -> dict[str, tuple[list[int], SamplingParams]]:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 0.9, "seed": 6, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"temperature": 0.7, "seed": 7, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 0, "logit_bias": {126: 5.0}, "min_tokens": 4},
+    ]
+    return {
+        f"r{number}": (
+            prompt_of(rng, length),
+            SamplingParams(**kinds[number % len(kinds)], max_tokens=12, ignore_eos=True),
+        )
+        for number, length in enumerate([1, 16, 17, 33, 90, 5, 40, 64, 2, 31, 70, 8])
+    }
+
+
 def drive(
     engine: Any,
     requests: dict[str, tuple[list[int], SamplingParams]],

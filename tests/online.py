@@ -50,7 +50,7 @@ class FakeEngine(RequestSide):
     cuts_prompts = True
     eos_token_ids = ()
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], end: Any = None) -> None:
         self.config = online("config").Config(**options)
         self.recorder = StepRecorder(None)
         self.runner = FakeRunner(LIMITS)
@@ -133,19 +133,19 @@ class Fussy(FakeEngine):
         super().add_request(request_id, *arguments)
 
 
-def unusable(options: dict[str, Any]) -> Any:
+def unusable(options: dict[str, Any], end: Any) -> Any:
     raise ValueError("num_kvcache_blocks=7 does not please me")
 
 
-def unreadable(options: dict[str, Any]) -> Any:
+def unreadable(options: dict[str, Any], end: Any) -> Any:
     return open("/nonexistent/model")
 
 
-def broken(options: dict[str, Any]) -> Any:
+def broken(options: dict[str, Any], end: Any) -> Any:
     raise ZeroDivisionError("out of luck")
 
 
-def vanishing(options: dict[str, Any]) -> Any:
+def vanishing(options: dict[str, Any], end: Any) -> Any:
     os._exit(7)
 
 
@@ -198,8 +198,8 @@ def engine_in_thread(module: ModuleType, config: Any) -> Any:
     build_engine = importlib.import_module(f"{module.__name__}.{builder}").build_engine
     behind: list[Any] = []
 
-    def build(options: dict[str, Any]) -> Any:
-        engine = build_engine(options)
+    def build(options: dict[str, Any], end: Any) -> Any:
+        engine = build_engine(options, end)
         behind.append(engine)
         return CheckedEngine(engine)
 

@@ -20,6 +20,7 @@ import steps
 from tests.fakes import fake_engine
 
 app = importlib.import_module("steps.03_online.app")
+connections = importlib.import_module("steps.03_online.connections")
 server = importlib.import_module("steps.03_online.server")
 
 TIMEOUT = 60
@@ -35,14 +36,17 @@ class ServerThread:
         drain_timeout: float = TIMEOUT,
         start: dict[str, Any] | None = None,
         stage: str = "03_online",
+        limits: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """`config`: of the stage; `start`: of AsyncEngine.start; `options`: ApiOptions."""
+        """`config`: of the stage; `start`: of AsyncEngine.start; `limits`: ConnectionLimits;
+        `options`: ApiOptions."""
         self.stage = stage
         self.start = {"in_process": True, **(start or {})}
         self.config = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 200}
         self.config |= config or {}
         self.options = app.ApiOptions(**{"model_name": "tiny", **options})
+        self.connections = connections.Connections(connections.ConnectionLimits(**(limits or {})))
         self.drain_timeout = drain_timeout
         self.listener = server.listen("127.0.0.1", 0)
         self.url: str = server.url_of(self.listener)
@@ -118,6 +122,7 @@ class ServerThread:
             self._stop,
             self.drain_timeout,
             self._ready,
+            self.connections,
         )
 
     def _ready(self, api: Any) -> None:
@@ -125,18 +130,20 @@ class ServerThread:
         self._started.set()
 
 
-def fake_server(drain_timeout: float = TIMEOUT, **engine: Any) -> ServerThread:
+def fake_server(
+    drain_timeout: float = TIMEOUT, limits: dict[str, Any] | None = None, **engine: Any
+) -> ServerThread:
     """A server over tests.fakes' engine: ids only, thousands of steps a second. `engine`:
     attributes to replace in the engine, as `step`."""
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any) -> Any:
         server.engine_in_thread = made = fake_engine("01_chunked_prefill", num_blocks=2000)
         for name, value in engine.items():
             setattr(made, name, value)
         return made
 
     config = {"model": "qwen3-0.6b", "load_format": "dummy"}
-    server = ServerThread(config, drain_timeout, {"build": build}, model_name="fake")
+    server = ServerThread(config, drain_timeout, {"build": build}, limits=limits, model_name="fake")
     return server
 
 

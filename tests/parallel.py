@@ -41,18 +41,18 @@ class Behind:
         self.build = build
         self.engines: list[Any] = []
 
-    def __call__(self, options: dict[str, Any]) -> Any:
-        self.engines.append(self.build(options))
+    def __call__(self, options: dict[str, Any], end: Any) -> Any:
+        self.engines.append(self.build(options, end))
         return self.engines[-1]
 
 
-def half_unusable(options: dict[str, Any]) -> Any:
+def half_unusable(options: dict[str, Any], end: Any) -> Any:
     """Of two replicas with a trace, the second."""
     if options["trace"].endswith(".1.jsonl"):
-        unusable(options)
+        unusable(options, end)
     return FakeEngine(options)
 
 
-def endless(options: dict[str, Any]) -> Any:
+def endless(options: dict[str, Any], end: Any) -> Any:
     """Is never ready."""
     time.sleep(600)

@@ -91,12 +91,13 @@ class Reference:
         )
 
 
-def make_checkpoint(directory: Path, variant: str, seed: int = 0) -> Reference:
-    """A random model of the variant's shape, saved by transformers itself."""
+def make_checkpoint(directory: Path, variant: str, seed: int = 0, **changes: Any) -> Reference:
+    """A random model of the variant's shape, saved by transformers itself. `changes`: fields of a
+    shape that is no variant."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**BASE, **VARIANTS[variant]}))
+    model = Qwen3ForCausalLM(Qwen3Config(**{**BASE, **VARIANTS.get(variant, {}), **changes}))
     for name, parameter in model.named_parameters():
         if "norm" in name:  # all ones would hide a norm that is left out
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

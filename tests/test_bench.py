@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import torch
 
-from bench import cli, compare, decode_profile, gpu, result, tables
+from bench import cli, compare, decode_profile, diff, gpu, plots, result, rounds, sweep, tables
 from bench.cli import BenchOptions
-from bench.compare import Attempt
 from bench.floor import Limits, ModelCost, Rates, measure_rates, physical_floor
 from bench.host import host_engine, measure_host
 from bench.offline import Driver
 from bench.result import Floor, Hardware, Result, WorkloadInfo
+from bench.rounds import Attempt, Contender
 from bench.workloads import (
     SCALES,
     WARMUP,
@@ -49,6 +49,15 @@ FROZEN = {
     ("nano", "full_large", QWEN_VOCABULARY): (
         "fdbf09f441c0d8bdfe18000b57476e347532ce43b4931d81c2a5b390a3a463e0"
     ),
+    ("nano_double", "cpu", TINY_VOCABULARY): (
+        "614167b8e38dfc179aa7dc3db63a6d44550041a4260871dba8a30f2641ab2503"
+    ),
+    ("nano_double", "full", QWEN_VOCABULARY): (
+        "92c5e8e722d23410256084d687679a99d73e3a77a4b770afc449d45e9b004726"
+    ),
+    ("nano_double", "full_large", QWEN_VOCABULARY): (
+        "92c5e8e722d23410256084d687679a99d73e3a77a4b770afc449d45e9b004726"
+    ),
     ("decode_gap", "cpu", TINY_VOCABULARY): (
         "42a51a48b9c5164fd933dd91de7afb569ad1897e74aac6f4d3fda52b6f710556"
     ),
@@ -66,6 +75,24 @@ FROZEN = {
     ),
     ("decode_gap_busy", "full_large", QWEN_VOCABULARY): (
         "f7c4687f92a35e3b192b4b103c33363ca41a14ae4b340e0dfbe4c1827b40751e"
+    ),
+    ("decode_gap_many", "cpu", TINY_VOCABULARY): (
+        "39593fa2201ec71510ca68ca66b76c6521338fa021d210608e88246ffac3890a"
+    ),
+    ("decode_gap_many", "full", QWEN_VOCABULARY): (
+        "79a3ef0583fb611815b5377fba740d346cb8d96b23186ab2af8bf95a428c272e"
+    ),
+    ("decode_gap_many", "full_large", QWEN_VOCABULARY): (
+        "d0c8374eedd71b483f417467d4032049a29d04455c6481f3d87474abd9caa125"
+    ),
+    ("decode_gap_few", "cpu", TINY_VOCABULARY): (
+        "7a7d59d441478c131de5134cda1ec748e77ac2fcd6bdbc68433f335b3be44745"
+    ),
+    ("decode_gap_few", "full", QWEN_VOCABULARY): (
+        "7cf11e4962c2ce6b9e7968b7e1ae9eb9968b25a6bdc8d2dd0f6bf8db4bd287ff"
+    ),
+    ("decode_gap_few", "full_large", QWEN_VOCABULARY): (
+        "6daee0b054c904ea326bd91e7a67f99f53fcca52452da7d64bd6ca460776e227"
     ),
     ("shared_prefix", "cpu", TINY_VOCABULARY): (
         "48a6bd65eb5378358c40c42beaf49f1316212b8a8c831eac5de4efd533ab0bc2"
@@ -248,6 +275,13 @@ def test_decode_gap_is_steady_decodes_and_prompts_on_a_schedule() -> None:
         short = workload.shortened(0.2)
         assert short.window == pytest.approx(0.2 * workload.window)
         assert len(short.requests) == steady + round(0.2 * workload.window / interval)
+
+
+def test_a_warm_up_meets_all_sizes_where_kernels_are_compiled() -> None:
+    on_cpu = build_workload("nano", "cpu", TINY_VOCABULARY)
+    assert on_cpu.shortened(0.2).requests == on_cpu.requests[:13]
+    on_gpu = build_workload("nano", "full", QWEN_VOCABULARY)
+    assert on_gpu.shortened(0.2) is on_gpu
 
 
 def test_scale_follows_device_and_model() -> None:
@@ -575,6 +609,26 @@ def test_ratios_are_to_the_first_stage_of_the_same_comparison() -> None:
     assert ratios == ["1.00", "1.50", "1.00", "0.75"]
 
 
+def test_ratios_of_a_sweep_are_to_its_first_point() -> None:
+    points = [{"max_prefill_tokens_per_step": tokens} for tokens in (128, 512, 2048)]
+    speeds = [100, 150, 200]
+    rows = [row("01_b", v, config=c) for v, c in zip(speeds, points, strict=True)]
+    ((_, headers, cells),) = tables.tables(rows)
+    assert [line[headers.index("ratio")] for line in cells] == ["1.00", "1.50", "2.00"]
+    assert cells[0][headers.index("config")] == "prefill 128"
+
+
+def test_the_terminal_shows_once_what_all_rows_have_in_common() -> None:
+    (table,) = tables.rich_tables([row("00_a", 100), row("01_b", 50)])
+    headers = [column.header for column in table.columns]
+    assert headers[:2] == ["stage", "tokens/s"]
+    assert headers[-2:] == ["% of floor", "ratio"]
+    assert list(table.columns[1].cells) == ["100.0\n(90.0-120.0)", "50.0\n(45.0-60.0)"]
+    assert "; runs 3; commit c0ffeec0ff+changes" in str(table.title)
+    (single,) = tables.rich_tables([row("00_a")])
+    assert "commit" in [column.header for column in single.columns]
+
+
 def test_other_machines_and_other_work_get_tables_of_their_own() -> None:
     other = row("00_a", hardware=Hardware("other CPU", 8))
     changed = row("00_a", workload=WorkloadInfo("nano", "cpu", 4096, "cd" * 32))
@@ -621,7 +675,7 @@ def test_commit_is_told_by_git_or_by_the_environment(
 
 
 def test_stages_alternate() -> None:
-    order = compare.alternate(["A", "B", "C"], rounds=2)
+    order = rounds.alternate(["A", "B", "C"], rounds=2)
     assert "".join(name for _, name in order) == "ABCCBA"
     assert [number for number, _ in order] == [0, 0, 0, 1, 1, 1]
 
@@ -647,33 +701,136 @@ def test_flags_go_to_the_stages_that_have_them() -> None:
     assert compare.flags_for(names[0], names[:1], flags) == flags
 
 
-def test_comparison_keeps_stages_that_fail() -> None:
-    def run(stage: str, workload: str, number: int) -> Attempt:
-        if stage == "B":
-            return Attempt(stage, None, "out of memory")
-        if stage == "C" and number == 1:
-            return Attempt(stage, row(stage, error="RuntimeError: half way"))
-        return Attempt(stage, row(stage, 100 + number))
+def of(workload: str, made_row: Result) -> Result:
+    info = msgspec.structs.replace(made_row.workload, name=workload)
+    return msgspec.structs.replace(made_row, workload=info)
 
-    raw, merged = compare.compare(["A", "B", "C"], "nano", 2, run)
-    assert len(raw) == 4
-    assert [m.stage for m in merged] == ["A", "B", "C"]
-    assert [len(m.runs) for m in merged] == [6, 0, 6]
-    assert [m.error for m in merged] == [None, "out of memory", "RuntimeError: half way"]
-    assert len(tables.tables(merged)) == 1
+
+CONTENDERS = [Contender("A"), Contender("B", ("--fast",)), Contender("C")]
+
+
+def test_comparison_keeps_stages_that_fail() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def run(contender: Contender, number: int, rows: Sequence[Result]) -> Attempt:
+        assert len(rows) == sum(name != "B" for name, _ in seen) * 2
+        seen.append((contender.name, number))
+        name = contender.name
+        if name == "B":
+            return Attempt([], "out of memory")
+        failed = "RuntimeError: half way" if name == "C" and number == 1 else None
+        first = of("nano", row(name, 100 + number))
+        second = of("shared_prefix", row(name, 200, error=failed))
+        return Attempt([first, second], failed)
+
+    merged = rounds.compare(CONTENDERS, ["nano", "shared_prefix"], 2, run)
+    assert "".join(name for name, _ in seen) == "ABCCBA"
+    assert [(m.workload.name, m.stage) for m in merged] == [
+        (work, name) for work in ("nano", "shared_prefix") for name in "ABC"
+    ]
+    assert [len(m.runs) for m in merged] == [6, 0, 6] * 2
+    # What never ran has no settings, and shows no others'.
+    assert merged[1].config == {"dtype": "float32", "flags": "--fast"}
+    # An error of one workload is not one of another that the same process ran.
+    half_way = [None, "out of memory", "RuntimeError: half way"]
+    assert [m.error for m in merged] == [None, "out of memory", None, *half_way]
+    assert len(tables.tables(merged)) == 2
+
+
+def test_a_workload_that_a_process_did_not_reach_says_why() -> None:
+    def run(contender: Contender, number: int, rows: Sequence[Result]) -> Attempt:
+        done = [of("nano", row(contender.name))]
+        if contender.name == "A":
+            return Attempt([*done, of("batch1", row("A"))])
+        return Attempt(done, "no result after 9 s")
+
+    merged = rounds.compare(CONTENDERS[:2], ["nano", "batch1"], 1, run)
+    assert [m.error for m in merged] == [None, None, None, "no result after 9 s"]
+    assert [len(m.runs) for m in merged] == [3, 3, 3, 0]
 
 
 def test_comparison_in_which_nothing_ran_says_why() -> None:
     with pytest.raises(RuntimeError, match="no such model"):
-        compare.compare(["A"], "nano", 1, lambda s, w, n: Attempt(s, None, "no such model"))
+        rounds.compare([Contender("A")], ["nano"], 1, lambda c, n, s: Attempt([], "no such model"))
 
 
 def test_a_stage_that_cannot_start_reports_its_last_words() -> None:
-    flags = ["--model", "/nonexistent/model"]
-    attempt = compare.run_stage("00_baseline", "nano", 0, flags, timeout=120)
-    assert attempt.row is None
+    contender = Contender("00_baseline", ("--model", "/nonexistent/model"))
+    attempt = rounds.run_stage(contender, ["nano"], 0, timeout=120)
+    assert attempt.rows == []
     assert attempt.problem is not None
     assert "/nonexistent/model" in attempt.problem
+
+
+def test_rows_are_kept_as_they_come_until_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeouts: list[float] = []
+
+    def run_stage(contender: Contender, workloads: Any, number: int, timeout: float) -> Attempt:
+        timeouts.append(timeout)
+        return Attempt([row(contender.name)])
+
+    monkeypatch.setattr(rounds, "run_stage", run_stage)
+    caplog.set_level("INFO")
+    options = rounds.RunOptions(tmp_path, rounds=3, timeout=60, time_limit=100)
+    processes = rounds.Processes(["nano"], options, count=6)
+    processes.announce()
+    assert "6 processes, each with nano; at most 2 min together" in caplog.text
+    assert processes(Contender("A"), 0, []).problem is None
+    processes.started -= 70
+    assert processes(Contender("A"), 0, []).problem is None
+    processes.started -= 31
+    assert processes(Contender("A"), 0, []).problem == "the 100 s were over"
+    assert [round(timeout, -1) for timeout in timeouts] == [60, 30]
+    assert len(result.read_results(tmp_path / "runs.json")) == 2
+
+
+@pytest.mark.parametrize(
+    "flags, dummy",
+    [
+        (["--model", "qwen3-0.6b"], True),
+        (["--model=qwen3-8b", "--enforce-eager"], True),
+        (["--model", "qwen3-0.6b", "--load-format", "auto"], False),
+        (["--model", "some/directory"], False),
+        (["--enforce-eager"], False),
+        ([], False),
+    ],
+)
+def test_a_real_size_by_its_name_has_random_weights(flags: list[str], dummy: bool) -> None:
+    added = ["--load-format", "dummy"] if dummy else []
+    assert compare.with_weights(flags) == flags + added
+
+
+def test_a_whole_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Contender] = []
+
+    def run_stage(contender: Contender, workloads: Any, number: int, timeout: float) -> Attempt:
+        started.append(contender)
+        return Attempt([of(work, row(contender.name, 100)) for work in workloads])
+
+    monkeypatch.setattr(rounds, "run_stage", run_stage)
+    stages = ["--steps", "00_baseline", "01_chunked_prefill", "--output", str(tmp_path)]
+    compare.main([*stages, "--model", "qwen3-0.6b", "--max-prefill-chunk-size", "64"])
+    random = ("--model", "qwen3-0.6b")
+    cut = ("--max-prefill-chunk-size", "64")
+    expected = [
+        Contender("00_baseline", (*random, "--load-format", "dummy")),
+        Contender("01_chunked_prefill", (*random, *cut, "--load-format", "dummy")),
+    ]
+    assert started == [*expected, *reversed(expected)]
+    merged = result.read_results(tmp_path / "results.json")
+    default = ["nano", "decode_gap", "shared_prefix"]
+    assert [row.workload.name for row in merged] == [name for name in default for _ in range(2)]
+    assert len(result.read_results(tmp_path / "runs.json")) == 12
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
+        "gaps_decode_gap.svg", "throughput_decode_gap.svg", "throughput_nano.svg",
+        "throughput_shared_prefix.svg", "tradeoff_decode_gap.svg",
+    ]  # fmt: skip
+    assert "01_chunked_prefill" in (tmp_path / "results.md").read_text()
+    assert "% of floor" in capsys.readouterr().out
 
 
 # --- command line --------------------------------------------------------------------------------
@@ -686,7 +843,7 @@ def test_flags_of_benchmark_and_config_stand_side_by_side() -> None:
         ["--workload", "batch8", "--json", "x.json", "--repeats", "5", "--no-warmup",
          "--max-model-len", "77", "--device", "cpu", "--enforce-eager"],
     )  # fmt: skip
-    assert options == BenchOptions("batch8", Path("x.json"), repeats=5, warmup=False)
+    assert options == BenchOptions(("batch8",), Path("x.json"), repeats=5, warmup=False)
     assert (config.max_model_length, config.device, config.enforce_eager) == (77, "cpu", True)
     with pytest.raises(ValueError, match="num_kvcache_blocks"):
         cli.parse(EngineConfig, "bench", ["--num-kvcache-blocks", "0"])
@@ -710,7 +867,7 @@ def test_a_workload_s_options_give_way_to_flags(
     monkeypatch.setattr(cli.load("01"), "Config", config_class)
     flags = ["--workload", "decode_gap", "--repeats", "1", "--no-warmup", "--device", "cpu"]
     options, config = cli.parse(config_class, "bench", [*flags, *args])
-    row = cli.measure("01", options, config)
+    (row,) = cli.measure("01", options, config)
     assert row.config["max_prefill_tokens_per_step"] == expected
 
 
@@ -758,6 +915,43 @@ def test_benchmark_warms_up_measures_and_writes(
     printed = capsys.readouterr().out
     assert "% of floor" in printed
     assert "tokens/s" in printed
+
+
+def test_workloads_that_want_the_same_options_share_an_engine(
+    fake_stage: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_class = load("01_chunked_prefill").Config
+    monkeypatch.setattr(cli.load("01"), "Config", config_class)
+    path = tmp_path / "out.json"
+    flags = ["--workload", "nano", "decode_gap", "shared_prefix", "--repeats", "1", "--no-warmup"]
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main("01_chunked_prefill", [*flags, "--json", str(path), "--device", "cpu"])
+    assert exit_info.value.code == 0
+    assert [engine.closed for engine in fake_stage] == [True, True]
+    written = result.read_results(path)
+    # As each engine ends: nobody has to wait for all to see the first.
+    assert [row.workload.name for row in written] == ["nano", "shared_prefix", "decode_gap"]
+    assert [row.config["max_prefill_tokens_per_step"] for row in written] == [8192, 8192, 128]
+    assert all(row.runs[0].failed == 0 for row in written)
+
+
+def test_a_workload_after_one_that_broke_has_a_new_engine(
+    fake_stage: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = FakeEngine.step
+
+    def explode_once(self: FakeEngine) -> list[StepOutput]:
+        if len(fake_stage) == 1:
+            raise RuntimeError("no progress is possible")
+        return step(self)
+
+    monkeypatch.setattr(FakeEngine, "step", explode_once)
+    flags = ["--workload", "nano", "shared_prefix", "--repeats", "1", "--device", "cpu"]
+    options, config = cli.parse(EngineConfig, "bench", flags)
+    rows = list(cli.measure("00", options, config))
+    assert [row.error for row in rows] == ["RuntimeError: no progress is possible", None]
+    assert len(rows[1].runs) == 1
+    assert [engine.closed for engine in fake_stage] == [True, True]
 
 
 def test_benchmark_that_breaks_leaves_a_row(
@@ -857,3 +1051,146 @@ def test_a_decode_step_reads_at_least_all_weights_and_all_keys() -> None:
     assert decode_profile.part_of("_paged_decode_attention_kernel") == "attention"
     assert decode_profile.part_of("nvjet_sm90_tst_64x8_64x16") == "linear"
     assert decode_profile.part_of("Memcpy HtoD") == decode_profile.OTHER
+
+
+# --- two files -----------------------------------------------------------------------------------
+
+
+def any_rows(*rows: Result) -> list[diff.AnyRow]:
+    return msgspec.convert(msgspec.to_builtins(list(rows)), list[diff.AnyRow], strict=False)
+
+
+def test_files_are_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    old = row("00_a", 50, created="2026-01-01")
+    result.append_results(before, [old, row("00_a", 100), row("01_b", 100)])
+    result.append_results(after, [row("00_a", 150), row("01_b", 101), row("02_c", 10)])
+    assert diff.main(before, after) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "nano cpu" in line]
+    # Runs are at 0.9, 1 and 1.2 times a row's median.
+    assert "1.500 (1.125-2.000) *" in lines[0]
+    assert "1.010 (0.758-1.347) " in lines[1]
+    assert "*" not in lines[1]
+    assert "only in the second" in lines[2]
+
+
+def test_rows_that_differ_in_settings_have_their_own_counterparts() -> None:
+    def at(speed: float, budget: int) -> Result:
+        return row("01_b", speed, config={"max_prefill_tokens_per_step": budget})
+
+    found = diff.pairs(any_rows(at(100, 128), at(200, 512)), any_rows(at(110, 128), at(100, 512)))
+    ratios = [
+        diff.ratio(pair.first, pair.second, "tokens_per_second")[:5]
+        for pair in found
+        if pair.first is not None and pair.second is not None
+    ]
+    assert ratios == ["1.100", "0.500"]
+    # One row each: changed settings may be just what is compared.
+    (pair,) = diff.pairs(any_rows(at(100, 128)), any_rows(at(110, 512)))
+    assert pair.first is not None
+    assert pair.second is not None
+
+
+def test_a_single_run_has_no_range() -> None:
+    once = row("00_a", 110)
+    once = msgspec.structs.replace(once, runs=once.runs[:1])
+    assert diff.ratio(*any_rows(row("00_a", 100), once), "tokens_per_second") == "1.100"
+    assert diff.ratio(*any_rows(row("00_a", 100), once), "nothing") == "-"
+
+
+def test_different_work_is_not_compared(tmp_path: Path) -> None:
+    changed = row("00_a", workload=WorkloadInfo("nano", "cpu", 4096, "cd" * 32))
+    with pytest.raises(ValueError, match="sha256 abababababab and cdcdcdcdcdcd"):
+        diff.pairs(any_rows(row("00_a")), any_rows(changed))
+    with pytest.raises(ValueError, match="no row"):
+        diff.pairs(any_rows(row("00_a")), any_rows(row("01_b")))
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, made_row in zip(paths, (row("00_a"), changed), strict=True):
+        result.append_results(path, [made_row])
+    command = [sys.executable, "-m", "bench.diff", *map(str, paths)]
+    done = subprocess.run(command, cwd=result.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "not the same work" in done.stderr.splitlines()[-1]
+
+
+# --- sweeps and plots ----------------------------------------------------------------------------
+
+CPU, GPU = sweep.Place(False, ("torch",)), sweep.Place(True, ("triton", "flash_attn"))
+
+
+@pytest.mark.parametrize("name", list(sweep.SWEEPS))
+@pytest.mark.parametrize("place", [CPU, GPU])
+def test_every_point_of_a_sweep_is_a_configuration(name: Any, place: sweep.Place) -> None:
+    points, workloads = sweep.SWEEPS[name](place, ())
+    assert set(workloads) <= set(WORKLOADS)
+    configs = []
+    for point in points:
+        config_class = load(point.name).Config
+        _, config = cli.parse(config_class, "bench", ["--workload", *workloads, *point.flags])
+        configs.append((point.name, config))
+    assert len(set(configs)) == len(points) > 1
+
+
+def test_a_sweep_runs_its_points_in_alternating_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def run_stage(contender: Contender, workloads: Any, number: int, timeout: float) -> Attempt:
+        started.append(contender.label)
+        assert timeout == 600
+        tokens = int(contender.flags[1])
+        config = {"max_prefill_tokens_per_step": tokens}
+        return Attempt([of(w, row(contender.name, tokens, config=config)) for w in workloads])
+
+    monkeypatch.setattr(rounds, "run_stage", run_stage)
+    flags = ["--values", "64", "128", "--output", str(tmp_path), "--device", "cpu"]
+    sweep.main(["budget", *flags])
+    name = "01_chunked_prefill --max-prefill-tokens-per-step"
+    low, high = f"{name} 64 --device cpu", f"{name} 128 --device cpu"
+    assert started == [low, high, high, low]
+    written = result.read_results(tmp_path / "budget" / "results.json")
+    assert [row.medians["tokens_per_second"] for row in written] == [64, 128]
+    assert [len(row.runs) for row in written] == [6, 6]
+    picture = (tmp_path / "budget" / "tradeoff_decode_gap.svg").read_text()
+    assert ">prefill 64<" in picture
+    assert ">prefill 128<" in picture
+    with pytest.raises(ValueError, match="regimes"):
+        sweep.SweepOptions(name="regimes", values=(1,))
+
+
+@pytest.mark.slow
+def test_a_sweep_measures_the_bundled_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.sweep", "mixed-batch", "--workload", "batch1"]
+    flags = ["--rounds", "1", "--device", "cpu", "--output", str(tmp_path)]
+    subprocess.run([*command, *flags], check=True, cwd=result.ROOT, timeout=200)
+    rows = result.read_results(tmp_path / "mixed-batch" / "results.json")
+    assert [row.config["mixed_batch"] for row in rows] == ["unified", "separate"]
+    assert [row.error for row in rows] == [None, None]
+    assert all(row.runs[0].failed == 0 for row in rows)
+
+
+def test_rows_are_labelled_by_what_tells_them_apart() -> None:
+    def made_row(stage: str, **config: Any) -> dict[str, Any]:
+        return {"stage": stage, "config": {"mixed_batch": "unified", **config}}
+
+    rows = [made_row("a"), made_row("b", max_prefill_defer=0), made_row("b", max_prefill_defer=3)]
+    assert plots.labels(rows) == ["a", "b, defer 0", "b, defer 3"]
+
+
+def test_axes_end_at_round_numbers() -> None:
+    tops = [plots._round_up(value) for value in (0.3, 4, 17.6, 219, 23_390)]
+    assert tops == pytest.approx([0.3, 4, 20, 300, 30_000])
+
+
+def test_pictures_leave_out_rows_without_their_numbers() -> None:
+    rows = [row("00_a"), row("01_b"), row("02_c", runs=[], medians={}, spread={}, error="broke")]
+    plain: list[dict[str, Any]] = msgspec.to_builtins(rows)
+    del plain[1]["medians"]["gap_ms.p99"]
+    for kind, shown in (("throughput", "00_a 01_b"), ("gaps", "00_a")):
+        picture = plots.KINDS[kind](plain)
+        assert picture is not None
+        named = [name for name in ("00_a", "01_b", "02_c") if name in picture]
+        assert named == shown.split()
+    assert plots.tradeoff(plain) is None
+    assert plots.throughput(plain[2:]) is plots.gaps(plain[2:]) is plots.goodput([]) is None

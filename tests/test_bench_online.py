@@ -20,16 +20,20 @@ import pytest
 from aiohttp import web
 
 from bench import gpu, result
+from bench.floor import ModelCost, Rates
 from bench.online import cli, plot, report
 from bench.online.ceiling import Ceiling, describe, http_client, measure_ceiling
 from bench.online.direct import DirectSender
 from bench.online.driver import Driven, LocalClient, ProcessUse, drive
+from bench.online.floor import Device, known_shape
 from bench.online.metrics import distribution, summarise_run, tpot
 from bench.online.observe import EventParser, Observation, StreamReader, error_message, read_body
 from bench.online.options import SCENARIOS, Load, Measure, Options, Target, Work, parse, preset
 from bench.online.plan import Job, Plan, build_plan, warmup_plan
 from bench.online.row import OnlineResult, append_online, read_online
 from bench.online.sender import HttpSender, HttpTarget, http_session, plain_url, probe
+from shared.models.config import real_model_config
+from shared.models.files import BUNDLED, ModelFiles
 from shared.outputs import StepOutput
 from tests.online_server import ServerThread
 
@@ -262,6 +266,31 @@ def test_number_and_duration_replace_each_other() -> None:
         (["--duration", "5"], "poisson"),
         (["--timeout", "nan"], "positive"),
         (["--repeats", "0"], "positive"),
+        (["--temperature", "nan"], "--temperature must be 0 or more"),
+        (["--temperature", "-1"], "--temperature must be 0 or more"),
+        (["--temperature", "inf"], "--temperature must be 0 or more"),
+        (["--vocab-size", "1"], "--vocab-size must be at least 2"),
+        (["--wait-ready", "nan"], "--wait-ready"),
+        (["--base-url", "localhost:8000"], "--base-url must be http://HOST:PORT"),
+        (["--no-usage", "--chunk-usage"], "--chunk-usage and --no-usage"),
+        (["--output", "/"], "--output must be a file"),
+        (["--rate-rps", "3"], "--rate-rps is for --arrival-pattern poisson"),
+        (["--rate_rps=3"], "--rate-rps is for --arrival-pattern poisson"),
+        (["--arrival-pattern", "poisson", "--rate-rps", "1", "1"], "--rate-rps must not"),
+        (["--batch-size", "3"], "--batch-size is for --arrival-pattern batch"),
+        (["--stagger-interval-ms", "3"], "--stagger-interval-ms is for"),
+        (["--long-prompt-ratio", "0.1"], "--long-prompt-ratio is for --workload mixed"),
+        (["--workload", "mixed", "--max-input-len", "9999"], "--max-input-len is for"),
+        (
+            [
+                *("--workload", "mixed", "--prompt-len-distribution", "uniform"),
+                *("--long-prompt-ratio", "0.1"),
+            ],
+            "--long-prompt-ratio is for --prompt-len-distribution bimodal",
+        ),
+        (["--mode", "direct", "--base-url", "http://h:1"], "--base-url is for --mode http"),
+        (["--mode", "direct", "--no-extras"], "--extras is for --mode http"),
+        (["--no-stream", "--slo-ttft-ms", "9"], "--slo-ttft-ms is for --stream"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
@@ -948,6 +977,48 @@ def test_direct_mode_reports_failures() -> None:
     assert stalled.closed == 1  # left early: the engine can forget the request
 
 
+# --- the physical floor ---------------------------------------------------------------------------
+
+SETTINGS = {
+    "model": "qwen3-0.6b",
+    "dtype": "bfloat16",
+    "device": "cuda",
+    "max_num_sequences": 4,
+    "max_num_batched_tokens": 1000,
+    "tokens_in_pool": 10_000,
+    "max_model_length": 500,
+    "enable_prefix_caching": True,
+}
+
+
+def test_the_floor_of_a_load_counts_clients_and_arrivals() -> None:
+    cost = ModelCost.of(real_model_config("qwen3-0.6b"), 2)
+    device = Device(SETTINGS, cost, Rates(1e12, 1e15))
+    plan = Plan([job(11) for _ in range(8)], 10)
+    four, one = device.floor(plan, None), device.floor(plan, 1)
+    assert four.tpot_ms is not None
+    assert four.tpot_ms == pytest.approx(1e3 * cost.weight_bytes / 1e12, rel=0.01)
+    assert four.tokens_per_second == pytest.approx(4 * one.tokens_per_second, rel=0.01)
+    assert device.floor(plan, 100) == four
+    late = Plan([job(11, arrival=float(n)) for n in range(8)], 10)
+    assert device.floor(late, None).seconds > 7.0
+    two = Device({**SETTINGS, "tensor_parallel_size": 2}, cost, Rates(1e12, 1e15))
+    assert two.floor(plan, None).tokens_per_second == pytest.approx(2 * four.tokens_per_second)
+
+
+def test_the_shape_of_a_model_is_known_or_not(tmp_path: Path) -> None:
+    def known(model: str) -> bool:
+        return known_shape({**SETTINGS, "model": model}) is not None
+
+    assert known("qwen3-8b")
+    assert known("Qwen/Qwen3-8B")
+    assert known(BUNDLED)
+    assert known(str(ModelFiles.find(None, "auto").directory))
+    assert not known("someone/elses-model")
+    assert known_shape({}) is None
+    assert known_shape({"model": "qwen3-8b"}) is None
+
+
 # --- tables, plots --------------------------------------------------------------------------------
 
 
@@ -990,6 +1061,15 @@ def test_a_table_has_its_context_and_a_line_for_each_row() -> None:
     assert "0123456789+changes" in text
     assert "TTFT from arrival within 800 ms and TPOT within 200 ms" in text
     assert "30 pieces/s" in text
+    assert "% of floor" not in text
+
+
+def test_a_known_floor_stands_beside_the_throughput() -> None:
+    floor = result.Floor(1000.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, "")
+    row = msgspec.structs.replace(row_at(1.0), floor=floor, percent_of_floor=12.34)
+    assert "| % of floor |" in (text := report.markdown([row, row_at(2.0)]))
+    assert "| 12.3 |" in text
+    assert "12.3% of the physical floor of 1,000.0" in report._throughput(row)
 
 
 def test_the_plot_is_made_of_rows_alone_and_the_same_every_time(tmp_path: Path) -> None:
@@ -1069,6 +1149,9 @@ def test_our_server_delivers_what_the_client_counts() -> None:
     (run,), (second,) = row.runs, again.runs
     assert (run.completed, run.failures) == (8, {})
     assert (row.stage, row.id_limit) == ("01_chunked_prefill", 4096)
+    assert row.floor is not None
+    assert row.percent_of_floor is not None
+    assert 0 < row.percent_of_floor < 100
     assert run.server["generation_tokens"] == run.output_tokens
     assert run.server["prefill_tokens"] == run.prompt_tokens
     assert (run.cached_prompt_tokens, run.server["prefix_hit_tokens"]) == (0, 0)

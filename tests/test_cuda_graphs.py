@@ -3,21 +3,37 @@ be captured, and "replaying" runs the recorded function on whatever the device's
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import steps
 from shared import SamplingParams
 from shared.engine.batch import Batch, SampleRows
 from shared.engine.cuda_graphs import CHUNK_ROWS, GraphedFunction, StepShape, StepShapes
+from shared.engine.model_runner import ModelRunner
+from shared.engine.step_plan import StepPlan
 from shared.layers.attention import AttentionMetadata, TorchBackend
-from tests.engine_contract import EngineContract, assert_idle, drive, prompt_of
+from shared.layers.tensor_parallel import TensorParallel
+from shared.models.files import ModelFiles
+from tests.engine_contract import (
+    EngineContract,
+    assert_idle,
+    drive,
+    prompt_of,
+    requests_of_all_kinds,
+    tokens_of,
+)
 from tests.reference import Reference
 
 
@@ -104,6 +120,87 @@ class TestContractInGraphs(EngineContract):
             assert any(0 < s.decode_rows < s.rows for s in trunk.replayed)
         assert head.replayed
         engine.close()
+
+
+class Exchange:
+    """What ranks that are threads of one process say to each other."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=30)
+        self._said: list[Any] = [None] * size
+
+    def __call__(self, rank: int, value: Any) -> list[Any]:
+        """The values of all ranks, once all have called."""
+        self._said[rank] = value
+        self._barrier.wait()
+        everyones = list(self._said)
+        self._barrier.wait()
+        return everyones
+
+
+@dataclass(frozen=True)
+class ThreadRank(TensorParallel):
+    exchange: Any = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self.exchange(self.rank, x.clone())).sum(0))
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.exchange(self.rank, x))
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self.exchange(self.rank, x.clone())[0])
+
+    def smallest(self, number: int, device: torch.device) -> int:
+        return min(self.exchange(self.rank, number))
+
+
+def test_all_ranks_replay_the_same(references: Any) -> None:
+    """Two ranks, of which only the first knows batches: the other replays the same graphs, and
+    what comes out is what one rank says."""
+    stage, reference, exchange = "02_batch_reorder", references("base"), Exchange(2)
+    module = steps.load(stage)
+    config = module.Config(
+        model=str(reference.directory),
+        device="cpu",
+        max_model_length=256,
+        num_kvcache_blocks=60,
+        max_num_batched_tokens=96,
+        max_num_sequences=20,
+    )
+    files = ModelFiles.find(config.model, "auto")
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def make(rank: int) -> ModelRunner:
+        publish = lambda plan, words: messages.put((plan.to_words(), words.copy()))  # noqa: E731
+        return ModelRunner(
+            config, files.config, files.weights, True, ThreadRank(rank, 2, None, exchange), publish
+        )
+
+    def follow() -> list[Any]:
+        runner = make(1)
+        graphs = rehearse(SimpleNamespace(runner=runner), stage)
+        while (message := messages.get()) is not None:
+            runner.follow(StepPlan.from_words(message[0]), message[1])
+        return [graph.replayed for graph in graphs]
+
+    requests = requests_of_all_kinds(random.Random(3))
+    longest = SamplingParams(temperature=0.9, seed=1, max_tokens=20, ignore_eos=True)
+    requests["plain"] = ([1, 2, 3], longest)  # its last steps are its own
+    one = module.Engine(config)
+    expected = drive(one, requests)
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(follow)
+        two = module.Engine(config, make(0))
+        graphs = rehearse(two, stage)
+        got = drive(two, requests)
+        messages.put(None)
+        replayed = worker.result()
+    assert got.keys() == expected.keys()
+    for key, outputs in expected.items():
+        assert tokens_of(got[key]) == tokens_of(outputs)
+    assert replayed == [graph.replayed for graph in graphs]
+    assert all(replayed)
 
 
 def batch_of(num_decodes: int, chunks: list[int]) -> Batch:

@@ -168,7 +168,7 @@ def test_a_start_that_fails_leaves_nothing() -> None:
 def test_the_smallest_replica_says_what_is_possible() -> None:
     sizes = iter((100, 40))
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any = None) -> Any:
         engine = FakeEngine(options)
         size = next(sizes)
         engine.limits = type(engine.limits)(50, 16, size, 16 * size, 64, 2000)

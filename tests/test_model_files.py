@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -576,6 +577,52 @@ def test_single_and_sharded_files_load_and_convert(
     model = FlatModel(tensors, dtype)
     load_weights(model, tmp_path)
     model.check(tensors)
+
+
+@pytest.mark.parametrize("size", [3, 5, 7])
+def test_a_padded_vocabulary_ends_in_zeros(tmp_path: Path, size: int) -> None:
+    """8 rows for 5 ranks of 2: the last rank holds nothing else."""
+    embed = torch.randn(8, 6)
+    write_single(tmp_path, {"embed": embed})
+    parts = []
+    for rank in range(size):
+        layer = VocabParallelEmbedding(8, 6, torch.float32, TensorParallel(rank, size))
+        targets = layer.weight_targets("embed")
+        model = SimpleNamespace(
+            weight_targets=lambda targets=targets: targets,
+            optional_weights=frozenset,
+            parameters=layer.parameters,
+        )
+        load_weights(model, tmp_path)
+        parts.append(layer.weight)
+    together = torch.cat(parts)
+    assert torch.equal(together[:8], embed)
+    assert len(together) % size == 0
+    assert together[8:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    "name, size, named",
+    [
+        ("qwen3-0.6b", 3, "num_attention_heads=16"),
+        ("qwen3-0.6b", 32, "num_attention_heads=16"),
+        ("qwen3-8b", 6, "num_attention_heads=32"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(name: str, size: int, named: str) -> None:
+    config = real_model_config(name)
+    for fails in (
+        lambda: Qwen3ForCausalLM.check_parallel_size(config, size),
+        lambda: build(config, "meta", TensorParallel(0, size)),
+    ):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size={size} .*{named}"):
+            fails()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_real_sizes_can_be_cut(name: str, size: int) -> None:
+    Qwen3ForCausalLM.check_parallel_size(real_model_config(name), size)
 
 
 def test_every_rank_gets_its_slice(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def make_model(tokenizer: Tokenizer | None, max_tokens: int = 1024) -> Any:
     def check(prompt: Any, params: SamplingParams) -> np.ndarray:
         return check_request(prompt, params, LIMITS)
 
-    return params.Model(tokenizer, LIMITS, max_tokens, check)
+    return params.Model(tokenizer, LIMITS, max_tokens, check, max_prompts=8)
 
 
 @pytest.fixture(scope="module")

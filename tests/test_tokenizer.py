@@ -387,3 +387,23 @@ def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, text: str) 
     text = unicodedata.normalize("NFC", text)  # the tokenizer's first step
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
     assert tokenizer.token_bytes(10**9) == b""
+
+
+@settings(max_examples=50)
+@given(st.text() | st.text(" \n", max_size=200) | st.text("\u03b1\u0313\u0301\u0345", max_size=99))
+def test_no_text_has_fewer_tokens_than_the_least(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+    assert (tokenizer.least_tokens(text) > 0) == bool(text)
+
+
+def test_where_a_token_may_hold_any_number_of_characters_nothing_is_known(tmp_path: Path) -> None:
+    swallowing = AddedToken("<s>", lstrip=True)
+    for change in ("lstrip", "lowercase", "whitespace"):
+        backend = Backend.from_file(str(write_tokenizer(tmp_path) / "tokenizer.json"))
+        if change == "lstrip":
+            backend.add_tokens([swallowing])
+        elif change == "lowercase":
+            backend.normalizer = normalizers.Lowercase()
+        else:
+            backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        assert Tokenizer(backend, {}, {}).least_tokens("a" * 10_000) == 0

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import msgspec
 
+from bench.svg import FAINT, Picture
 from shared.engine.trace import StepRecord, read_trace
 from steps import load, names
 from tools import draw_trace
 from tools.docsite import traces
 from tools.draw_trace import duration
-from tools.svg import FAINT, Picture
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"

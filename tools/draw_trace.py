@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bench.svg import FAINT, PAPER, Picture
 from shared.engine.trace import StepRecord, read_trace
-from tools.svg import FAINT, PAPER, Picture
 
 Scale = Literal["steps", "time"]
 State = Literal["prefill", "decode", "idle", "waiting", "preempted"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from bench.channels import Report as ChannelReport
 from bench.decode_profile import ProfileReport
 from bench.kernels import KernelReport
 from bench.online import report
@@ -91,12 +92,32 @@ def small_batch(report: SmallBatchReport) -> str:
     return "\n".join([*lines, "", f"Norm and activation included. Commit {commit}; {versions}."])
 
 
+def channels(report: ChannelReport) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    where = f"{report.hardware.cpu}, {report.hardware.cpu_count} CPUs"
+    lines = [
+        f"**A step's message from rank 0 to its workers; {where}**",
+        "",
+        "| workers | message | channel | arrival, µs | p99 | sending, µs |",
+        "|---:|---|---|---:|---:|---:|",
+    ]
+    for row in report.rows:
+        lines.append(
+            f"| {row.workers} | {row.message} | {row.channel} | {row.arrival_us:,.0f} | "
+            f"{row.arrival_p99_us:,.0f} | {row.sending_us:,.0f} |"
+        )
+    commit = f"{(report.commit or 'unknown')[:10]}{'+changes' if report.dirty else ''}"
+    medians = "Medians: until the last worker has the words, and until rank 0 has sent them."
+    return "\n".join([*lines, "", f"{medians} Commit {commit}; {versions}."])
+
+
 def _decoded(kind: type[Any], table: Callable[[Any], str]) -> Callable[[Path], str]:
     return lambda path: table(msgspec.json.decode(path.read_bytes(), type=kind))
 
 
 # How a file's name begins -> the tables made of the file. Others hold rows of offline workloads.
 TABLES: dict[str, Callable[[Path], str]] = {
+    "channels": _decoded(ChannelReport, channels),
     "kernels": _decoded(KernelReport, kernels),
     "decode_profile": _decoded(ProfileReport, decode_profile),
     "small_batch": _decoded(SmallBatchReport, small_batch),

@@ -10,4 +10,5 @@ processes   several client processes for loads that one Python process cannot ke
 ceiling     what the client itself can receive
 metrics     from what was seen to latencies, throughput and goodput
 report      tables for the terminal and, from JSON, for the docs; plot: the curves
+saturation  starts a server for each engine and sweeps the rate on it
 """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -38,6 +39,9 @@ from bench.online.sender import (
 from bench.result import Hardware, cpu_count, cpu_name
 from shared.cli import EXIT_FAILED, run_main
 
+if TYPE_CHECKING:
+    from bench.online.floor import Device
+
 logger = logging.getLogger(__name__)
 
 # A client process this busy delays what it measures.
@@ -52,6 +56,8 @@ class Backend:
     client: Client
     stats: Callable[[], Awaitable[dict[str, Any] | None]]
     """The engine's counters, of an engine of ours."""
+    device: Device | None = None
+    """Where the physical floor is known."""
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -78,6 +84,7 @@ async def _run(options: Options, config: Any) -> list[OnlineResult]:
             ceiling = await measure_ceiling(options.measure.client_processes)
             logger.info("%s", describe(ceiling))
         await _warm_up(backend, options)
+        backend = dataclasses.replace(backend, device=_device(backend, options))
         for rate in options.load.rates():
             row = await measure(backend, options, rate, ceiling)
             rows.append(row)
@@ -114,6 +121,15 @@ async def open_backend(options: Options, config: Any) -> AsyncIterator[Backend]:
         )
         async with http_client(http, options.measure.client_processes) as client:
             yield Backend(info, client, lambda: server_stats(session, url))
+
+
+def _device(backend: Backend, options: Options) -> Device | None:
+    settings = backend.info.settings
+    if not settings or not _is_local(options.target):
+        return None
+    from bench.online.floor import Device  # imports torch, which other targets do not need
+
+    return Device.measure(settings)
 
 
 def _vocab_size(backend: Backend, options: Options) -> int | None:
@@ -162,6 +178,9 @@ async def measure(
                 break
     medians, spread = results.summarise(runs)
     info = backend.info
+    floor = None
+    if backend.device is not None:
+        floor = backend.device.floor(reference, options.load.concurrency)
     return OnlineResult(
         label=options.target.label or info.stage or options.target.base_url,
         scenario=options.scenario,
@@ -183,6 +202,8 @@ async def measure(
         runs=runs,
         medians=medians,
         spread=spread,
+        floor=floor,
+        percent_of_floor=results.percent_of_floor("online", medians, floor),
         gpu_use=monitor.use() if _is_local(options.target) else [],
         error=error,
     )

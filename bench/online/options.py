@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
 import tyro
 
@@ -17,6 +18,24 @@ ArrivalPattern = Literal["burst", "stagger", "continuous", "batch", "poisson"]
 
 SCENARIOS: tuple[ScenarioName, ...] = get_args(ScenarioName)
 DEFAULT_REQUESTS = 64
+
+# Flags that mean something only where another one has this value.
+ONLY_WITH = {
+    ("mode", "http"): ("base-url", "api-key", "chunk-usage", "extras", "usage", "wait-ready"),
+    ("arrival-pattern", "poisson"): ("rate-rps", "duration"),
+    ("arrival-pattern", "stagger"): ("stagger-interval-ms",),
+    ("arrival-pattern", "batch"): ("batch-size", "batch-interval"),
+    ("workload", "random"): (
+        *("min-input-len", "max-input-len"),
+        *("min-output-len", "max-output-len"),
+    ),
+    ("workload", "mixed"): (
+        *("prompt-len-distribution", "long-prompt-ratio"),
+        *("short-input-len", "long-input-len", "short-output-len", "long-output-len"),
+    ),
+    ("prompt-len-distribution", "bimodal"): ("long-prompt-ratio",),
+    ("stream", True): ("chunk-usage", "usage", "slo-ttft-ms", "slo-tpot-ms"),
+}
 
 T = TypeVar("T")
 Positive = Annotated[int, tyro.conf.arg(metavar="N")]
@@ -27,6 +46,13 @@ def _check_positive(options: object, *names: str) -> None:
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+
+
+def _check_not_negative(options: object, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {value}")
 
 
 def _check_range(options: object, low: str, high: str) -> None:
@@ -68,6 +94,12 @@ class Target:
     def __post_init__(self) -> None:
         if self.mode == "direct" and not self.stream:
             raise ValueError("--no-stream is for --mode http")
+        url = urlsplit(self.base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"--base-url must be http://HOST:PORT, got {self.base_url!r}")
+        if self.chunk_usage and not self.usage:
+            raise ValueError("--chunk-usage and --no-usage contradict each other")
+        _check_not_negative(self, "wait_ready")
 
 
 @dataclass(frozen=True)
@@ -102,7 +134,12 @@ class Work:
         _check_range(self, "min_input_len", "max_input_len")
         _check_range(self, "min_output_len", "max_output_len")
         _check_range(self, "short_input_len", "long_input_len")
-        _check_positive(self, "short_output_len", "long_output_len", "vocab_size")
+        _check_positive(self, "short_output_len", "long_output_len")
+        _check_not_negative(self, "temperature")
+        if self.vocab_size is not None and self.vocab_size < 2:
+            raise ValueError(
+                f"--vocab-size must be at least 2, or all prompts are alike, got {self.vocab_size}"
+            )
         if not 0 <= self.long_prompt_ratio <= 1:
             raise ValueError("--long-prompt-ratio must be between 0 and 1")
 
@@ -146,6 +183,8 @@ class Load:
                 raise ValueError("several values of --rate-rps are for --arrival-pattern poisson")
         if not self.rate_rps or not all(math.isfinite(r) and r > 0 for r in self.rate_rps):
             raise ValueError("--rate-rps must be positive")
+        if len(set(self.rate_rps)) < len(self.rate_rps):
+            raise ValueError("--rate-rps must not name a rate twice: its prompts would be the same")
 
     def rates(self) -> tuple[float | None, ...]:
         """Load points of a run; None where requests do not come at a rate."""
@@ -185,8 +224,9 @@ class Measure:
 
     def __post_init__(self) -> None:
         _check_positive(self, "repeats", "slo_ttft_ms", "slo_tpot_ms", "client_processes")
-        if self.warmup < 0 or self.first_repeat < 0:
-            raise ValueError("--warmup and --first-repeat must not be negative")
+        _check_not_negative(self, "warmup", "first_repeat")
+        if self.output is not None and self.output.is_dir():
+            raise ValueError(f"--output must be a file, and {self.output} is a directory")
 
 
 @dataclass(frozen=True)
@@ -253,7 +293,9 @@ def parse(args: Sequence[str]) -> tuple[Options, Any]:
     if first.arrival_pattern not in (None, "poisson"):
         defaults = _with_load(defaults, duration=None, rate_rps=Load.rate_rps)
     if first.mode != "direct":
-        return _read(Options, defaults, args), None
+        options = _read(Options, defaults, args)
+        _check_given(options, args)
+        return options, None
     from bench.online.direct import engine_config, engine_flags
 
     flags = engine_flags()
@@ -263,7 +305,27 @@ def parse(args: Sequence[str]) -> tuple[Options, Any]:
     groups = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(Options)}
     parsed = _read(with_engine, with_engine(**groups, engine=flags()), args)
     options = Options(**{name: getattr(parsed, name) for name in groups})
+    _check_given(options, args)
     return options, engine_config(options, parsed.engine)
+
+
+def _check_given(options: Options, args: Sequence[str]) -> None:
+    """Raises ValueError for a flag that would change nothing: who gave it expects that it does."""
+    given = {
+        arg[2:].split("=", 1)[0].replace("_", "-").removeprefix("no-")
+        for arg in args
+        if arg.startswith("--")
+    }
+    values = {
+        field.name: getattr(group, field.name)
+        for group in (options.target, options.work, options.load, options.measure)
+        for field in dataclasses.fields(group)
+    }
+    for (condition, value), flags in ONLY_WITH.items():
+        useless = [flag for flag in flags if flag in given]
+        if useless and values[condition.replace("-", "_")] != value:
+            needed = f"--{condition}" if value is True else f"--{condition} {value}"
+            raise ValueError(f"--{useless[0]} is for {needed}")
 
 
 def _read(kind: type[T], defaults: T, args: Sequence[str]) -> T:

@@ -127,6 +127,12 @@ def _caption(lines: dict[str, list[OnlineResult]]) -> str:
     return "; ".join(parts)
 
 
+def write(rows: Sequence[OnlineResult], output: Path) -> None:
+    # The same rows give the same bytes: no date, no random ids.
+    with mpl.rc_context({"svg.hashsalt": "online", "svg.fonttype": "none"}):
+        draw(rows).savefig(output, format="svg", metadata={"Date": None})
+
+
 def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path) -> None:
     """Draw the curves of a rate sweep as SVG.
 
@@ -134,10 +140,7 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path)
         files: JSON files of `python -m bench.online`.
         output: the SVG file to write.
     """
-    rows = [row for file in files for row in read_online(file)]
-    # The same rows give the same bytes: no date, no random ids.
-    with mpl.rc_context({"svg.hashsalt": "online", "svg.fonttype": "none"}):
-        draw(rows).savefig(output, format="svg", metadata={"Date": None})
+    write([row for file in files for row in read_online(file)], output)
 
 
 if __name__ == "__main__":

@@ -124,8 +124,10 @@ def tables(rows: Sequence[OnlineResult]) -> list[tuple[str, list[str], list[list
 def _table(rows: Sequence[OnlineResult]) -> tuple[list[str], list[list[str]]]:
     columns = [c for c in COLUMNS if any(c[1][0] in row.medians for row in rows)]
     has_rate = any(row.rate_rps is not None for row in rows)
+    has_floor = any(row.percent_of_floor is not None for row in rows)
     has_gpu = any(row.gpu_use for row in rows)
     headers = ["target", *(["offered RPS"] if has_rate else []), *(c[0] for c in columns)]
+    headers += ["% of floor"] if has_floor else []
     headers += [*(["GPU %"] if has_gpu else []), "client CPU %", "config", "runs", "commit"]
     cells = []
     for row in rows:
@@ -133,6 +135,8 @@ def _table(rows: Sequence[OnlineResult]) -> tuple[list[str], list[list[str]]]:
         if has_rate:
             line.append("-" if row.rate_rps is None else f"{row.rate_rps:g}")
         line += [_cell(row, names, form) for _, names, form in columns]
+        if has_floor:
+            line.append("-" if row.percent_of_floor is None else f"{row.percent_of_floor:.1f}")
         if has_gpu:
             line.append(" / ".join(f"{use.utilization_percent:.0f}" for use in row.gpu_use) or "-")
         line += [
@@ -288,6 +292,9 @@ def _throughput(row: OnlineResult) -> str:
     text = f"{row.medians['tokens_per_second']:,.1f} output tokens"
     if "arriving_tokens_per_second" in row.medians:
         text += f", {row.medians['arriving_tokens_per_second']:,.1f} while requests came"
+    if row.floor is not None and row.percent_of_floor is not None:
+        floor = f"{row.floor.tokens_per_second:,.1f}"
+        text += f"; {row.percent_of_floor:.1f}% of the physical floor of {floor}"
     return text
 
 

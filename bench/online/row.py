@@ -10,7 +10,7 @@ import msgspec
 
 from bench.online.ceiling import Ceiling
 from bench.online.metrics import OnlineRun
-from bench.result import PACKAGES, GpuUse, Hardware, read_rows, write_rows
+from bench.result import PACKAGES, Floor, GpuUse, Hardware, read_rows, write_rows
 
 SCHEMA_VERSION = 1
 CLIENT_PACKAGES = (*PACKAGES, "aiohttp")
@@ -51,6 +51,9 @@ class OnlineResult(msgspec.Struct, frozen=True):
     """Of every number of the runs, by name: `latencies.ttft_ms.p90`."""
     spread: dict[str, tuple[float, float]]
     """(smallest, largest) over the runs."""
+    floor: Floor | None = None
+    """Of repeat 0. None: the target's model has no known shape, or its device is elsewhere."""
+    percent_of_floor: float | None = None
     gpu_use: list[GpuUse] = []
     error: str | None = None
     """Why there are no numbers, or fewer repeats than asked for. The row stays."""

@@ -17,7 +17,8 @@ def log_banner(
     stage: str, description: Mapping[str, object], config: EngineConfig, ignored: tuple[str, ...]
 ) -> None:
     """Log effective settings; `ignored` names options that this stage does not act on, which are
-    warned of when they are set to anything but their default."""
+    warned of when they are set to anything but their default or what is in effect all the same: a
+    runner from outside may act on them."""
     d = description
 
     def gib(name: str) -> str:
@@ -47,5 +48,5 @@ def log_banner(
     for title, text in lines.items():
         logger.info("%s: %s", title, text)
     for name in ignored:
-        if getattr(config, name) != fields[name].default:
+        if getattr(config, name) not in (fields[name].default, d.get(name)):
             logger.warning("%s has no effect in %s", name, stage)

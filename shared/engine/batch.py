@@ -10,6 +10,10 @@ from shared.engine.sequence import Sequence
 from shared.engine.slots import SlotTable, slots_of
 from shared.sampling_params import SamplingParams
 
+# Hidden states become logits this many at a time when a whole prompt is scored: 1024 rows of a
+# vocabulary of 152k take 600 MB in float32.
+MAX_SCORED = 1024
+
 
 @dataclass
 class Schedule:
@@ -50,7 +54,7 @@ class SampleRows:
 
 @dataclass
 class ScoredChunk:
-    """A part of a prompt whose tokens' log probabilities are wanted."""
+    """A part of a prompt whose tokens' log probabilities are wanted; n is at most MAX_SCORED."""
 
     row: int
     begin: int  # index among the batch's tokens of the first hidden state that scores
@@ -211,5 +215,7 @@ def _scored_chunks(
         begin, num_new, start = int(cu_seqlens_q[row]), schedule.num_new_tokens[row], starts[row]
         # The hidden state at position p scores the token at p + 1.
         targets = sequence.token_ids[start + 1 : sequence.num_prompt_tokens][:num_new]
-        chunks.append(ScoredChunk(row, begin, targets.copy(), num_top))
+        for done in range(0, len(targets), MAX_SCORED):
+            part = targets[done : done + MAX_SCORED].copy()
+            chunks.append(ScoredChunk(row, begin + done, part, num_top))
     return chunks

@@ -8,7 +8,7 @@ import numpy as np
 from shared.engine.batch import Batch, Schedule
 from shared.engine.block_manager import BlockManager
 from shared.engine.queues import Queues
-from shared.engine.result import StepResult
+from shared.engine.result import RunnerLost, StepResult
 from shared.engine.sequence import Sequence
 from shared.engine.slots import SlotTable
 from shared.outputs import FinishReason, StepOutput
@@ -89,7 +89,9 @@ def _advance_prompt(
 
 def abandon(schedule: Schedule, error: Exception, queues: Queues) -> list[StepOutput]:
     """The forward pass failed: its sequences count tokens as computed that are not, so they end
-    here. The others never notice."""
+    here. The others never notice. Raises `error` if it is RunnerLost: nothing can go on then."""
+    if isinstance(error, RunnerLost):
+        raise error
     queues.finish(schedule.sequences)
     text = f"{type(error).__name__}: {error}"
     return [

@@ -95,21 +95,36 @@ class InputBuffers:
         self._device = torch.zeros(words, dtype=torch.int32, device=device) if on_gpu else None
         self._turn = 0
 
-    def upload(self, batch: Batch, sizes: InputSizes) -> None:
-        """Pack a batch, padded to `sizes`, and start its copy.
+    def pack(self, batch: Batch, sizes: InputSizes) -> np.ndarray:
+        """Fill a host buffer with a batch, padded to `sizes`; returns its words [n] int32.
 
         Padding computes nothing that is kept: its tokens go to no KV slot, its rows are empty
         (cu_seqlens_q repeats its last offset), its samples go to one slot past the real ones, its
         updates to no place.
         """
-        self._turn ^= 1
-        if self._copied is not None:
-            self._copied[self._turn].synchronize()
-        self._pack(batch, sizes, self._host_arrays[self._turn])
+        words = self._next_host_buffer()[: self._num_words(sizes)]
+        self._pack(batch, sizes, words)
+        return words
+
+    def load(self, words: np.ndarray) -> None:
+        """In place of `pack`: what another rank has packed, in buffers of the same sizes."""
+        self._next_host_buffer()[: len(words)] = words
+
+    def upload(self, sizes: InputSizes) -> None:
+        """Start the copy of what has been packed."""
         if self._copied is not None and self._device is not None:
-            end = self._first_token + 3 * _aligned(sizes.tokens)
+            end = self._num_words(sizes)
             self._device[:end].copy_(self._host[self._turn][:end], non_blocking=True)
             self._copied[self._turn].record()
+
+    def lengths_on_host(self, sizes: InputSizes) -> tuple[list[int], list[int]]:
+        """cu_seqlens_q and seq_lens of what has been packed."""
+        words = self._host_arrays[self._turn]
+        bounds, lengths = self._offsets["cu_seqlens_q"], self._offsets["seq_lens"]
+        return (
+            words[bounds : bounds + sizes.rows + 1].tolist(),
+            words[lengths : lengths + sizes.rows].tolist(),
+        )
 
     def clear(self) -> None:
         """Make the device's inputs harmless for a run without a batch: token 0, empty rows, KV to
@@ -117,7 +132,7 @@ class InputBuffers:
         self._on_device.zero_()
 
     def step_inputs(self, sizes: InputSizes) -> StepInputs:
-        """Where `upload` puts inputs of these sizes on the device."""
+        """Where inputs of these sizes lie on the device."""
         tokens = _aligned(sizes.tokens)
         view = self._view
         return StepInputs(
@@ -132,7 +147,7 @@ class InputBuffers:
         )
 
     def sample_inputs(self, count: int) -> SampleInputs:
-        """Where `upload` puts the first `count` samples on the device."""
+        """Where the first `count` samples lie on the device."""
         view = self._view
         return SampleInputs(
             index=view(self._offsets["sample_index"], count),
@@ -141,6 +156,16 @@ class InputBuffers:
             temperature=view(self._offsets["temperature"], count).view(torch.float32),
             seeds=view(self._offsets["seeds"], 2 * count).view(torch.int64),
         )
+
+    def _next_host_buffer(self) -> np.ndarray:
+        """Once its last copy has ended."""
+        self._turn ^= 1
+        if self._copied is not None:
+            self._copied[self._turn].synchronize()
+        return self._host_arrays[self._turn]
+
+    def _num_words(self, sizes: InputSizes) -> int:
+        return self._first_token + 3 * _aligned(sizes.tokens)
 
     @property
     def _on_device(self) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from shared.config import EngineConfig
-from shared.engine.batch import Batch, ScoredChunk
+from shared.engine.batch import MAX_SCORED, Batch
 from shared.engine.cuda_graphs import (
     CHUNK_ROWS,
     MAX_GRAPH_TOKENS,
@@ -36,18 +37,19 @@ from shared.engine.resolve import (
 from shared.engine.result import StepResult
 from shared.engine.sampler import LogprobTensors, SampledBatch, Sampler
 from shared.engine.slots import Limits
+from shared.engine.step_plan import StepPlan
 from shared.engine.transfer import HostCopies, HostCopy, upload
 from shared.kernels.gather_rows import gather_rows
 from shared.kernels.step_inputs import resolve_step_inputs
 from shared.layers.attention import ATTENTION_BACKENDS, AttentionMetadata, AttentionShape
 from shared.layers.tensor_parallel import TensorParallel
 from shared.models.config import ModelConfig
+from shared.models.files import BUNDLED
 from shared.models.loader import initialize_dummy, load_weights
 from shared.models.registry import MODELS
 
-# Hidden states become logits this many at a time when a whole prompt is scored: 1024 rows of a
-# vocabulary of 152k take 600 MB in float32.
-_SCORED_ROWS = 1024
+# Sends a step to the other ranks: its plan and its packed inputs [n] int32.
+Publish = Callable[[StepPlan, np.ndarray], None]
 
 
 @dataclass
@@ -87,13 +89,15 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         directory: Path | None,
-        tp: TensorParallel | None = None,
         decodes_in_front: bool = False,
+        tp: TensorParallel | None = None,
+        publish: Publish | None = None,
     ) -> None:
         """`directory` holds the weights; None: random ones. `decodes_in_front`: mixed batches will
-        have decode rows before the others. Raises ValueError or OSError naming the option or file
-        that is wrong."""
-        tp = tp or TensorParallel()
+        have decode rows before the others. `publish`: on rank 0 of several. Raises ValueError or
+        OSError naming the option or file that is wrong."""
+        self.tp = tp = tp or TensorParallel()
+        self.publish = publish
         self.config = config
         self.model_config = model_config
         self.device = resolve_device(config)
@@ -151,19 +155,21 @@ class ModelRunner:
         shape = self.shapes.fit(batch) if self.shapes is not None else None
         if shape is not None:
             batch = batch.with_decode_rows(shape.decode_rows)
-        sizes = self._upload(batch, shape)
-        if self.graphs is not None and shape is not None:
-            self.graphs[0].replay(shape)
-            hidden = self.hidden
-        else:
-            inputs = self.inputs.step_inputs(sizes)
-            hidden = self._trunk(inputs, self._batch_metadata(batch, inputs))
-        scores = self._score_prompts(batch, hidden)
-        sampled = None
-        if len(batch.samples.rows):
-            sampled = self._head(batch, hidden, in_graph=shape is not None).logprobs_to_host()
+        plan = self._plan(batch, shape)
+        words = self.inputs.pack(batch, plan.sizes)
+        if self.publish is not None:
+            self.publish(plan, words)
+        sampled, scores = self._run(plan, batch)
+        if sampled is not None:
+            sampled = sampled.logprobs_to_host()
         ids = self.host_copies.start(None if sampled is None else sampled.token_ids)
-        return StepHandle(ids, sampled, scores, used_graph=shape is not None)
+        return StepHandle(ids, sampled, scores, plan.graphed)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan, words: np.ndarray) -> None:
+        """`submit` on the other ranks: their part of what rank 0 has published."""
+        self.inputs.load(words)
+        self._run(plan, batch=None)
 
     def describe(self) -> dict[str, object]:
         return self._description
@@ -206,6 +212,7 @@ class ModelRunner:
             self.max_model_length,
             self.device,
             self.model_config.eos_token_ids,
+            self.tp,
         )
 
     @torch.inference_mode()
@@ -230,6 +237,8 @@ class ModelRunner:
                 config.gpu_memory_utilization,
                 reserved=activations + graph_bytes,
             )
+        # What one rank lacks, none can use.
+        num_blocks = self.tp.smallest(num_blocks, self.device)
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
             block_size=size,
@@ -264,11 +273,11 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         hidden = self._trunk_of_zeros(longest[: self.max_num_sequences], num_decode_rows=0)
-        logits = self.model.compute_logits(hidden[: max(self.max_num_sequences, _SCORED_ROWS)])
+        logits = self.model.compute_logits(hidden[: max(self.max_num_sequences, MAX_SCORED)])
         self.sampler.score(logits, logits.argmax(-1), num_top=1)
         logits = logits[: self.max_num_sequences]
         self.sampler.warm_up(logits)
-        self._sample_plain(logits, self.inputs.sample_inputs(len(logits)))
+        self._sample_plain(hidden[: self.max_num_sequences], self.inputs.sample_inputs(len(logits)))
         del hidden, logits
         for length in (1, 8, 16, 128):  # linear layers have kernels for few rows
             self.model.compute_logits(
@@ -297,7 +306,7 @@ class ModelRunner:
     def _describe(self) -> dict[str, object]:
         on_gpu = self.device.type == "cuda"
         return {
-            "model": self.config.model or "bundled tiny checkpoint",
+            "model": self.config.model or BUNDLED,
             "architecture": self.model_config.architecture,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
@@ -310,6 +319,7 @@ class ModelRunner:
             "max_num_sequences": self.limits.max_num_sequences,
             "max_num_batched_tokens": self.limits.max_num_batched_tokens,
             "enable_prefix_caching": self.config.enable_prefix_caching,
+            "tensor_parallel_size": self.tp.size,
             "cuda_graphs": self.shapes.describe() if self.shapes else None,
             "weights_bytes": self.memory.weights,
             "activations_bytes": self.memory.activations,
@@ -324,19 +334,49 @@ class ModelRunner:
         sent by a copy of their own."""
         return tokens // self.block_size + 2 * rows
 
-    def _upload(self, batch: Batch, shape: StepShape | None) -> InputSizes:
-        """Send the inputs, padded to a graph's shape."""
+    def _plan(self, batch: Batch, shape: StepShape | None) -> StepPlan:
+        """What the ranks need to know beside the inputs, which are padded to a graph's shape."""
         tokens, rows = batch.num_tokens, batch.num_rows
         if shape is not None:
             tokens, rows = shape.tokens, shape.rows
         most, updates = self._most_updates(tokens, rows), batch.block_updates
-        if len(updates) > most:
-            early = np.ascontiguousarray(updates[most:].T)
+        num_updates = most if shape is not None else min(len(updates), most)
+        return StepPlan(
+            sizes=InputSizes(tokens, rows, num_updates),
+            decode_rows=batch.num_decode_rows,
+            graphed=shape is not None,
+            num_samples=len(batch.samples.rows),
+            plain=not batch.samples.params,
+            scored=[(chunk.begin, len(chunk.targets)) for chunk in batch.scored],
+            early_updates=updates[most:],
+        )
+
+    def _run(
+        self, plan: StepPlan, batch: Batch | None
+    ) -> tuple[SampledBatch | None, dict[int, list[LogprobTensors]]]:
+        """Everything after the inputs are packed, the same on all ranks; `batch` is there on
+        rank 0, which alone has sampling parameters and alone scores prompts."""
+        hidden = self._run_trunk(plan)
+        scores = self._score_prompts(plan, hidden, batch)
+        sampled = None
+        if plan.num_samples:
+            sampled = self._head(plan, hidden, batch)
+        return sampled, scores
+
+    def _run_trunk(self, plan: StepPlan) -> torch.Tensor:
+        """Send the inputs to the device, and run the model on them."""
+        if len(plan.early_updates):
+            early = np.ascontiguousarray(plan.early_updates.T)
             index, block = upload(self.device, early[0], early[1])
             self.block_tables.view(-1)[index] = block
-        sizes = InputSizes(tokens, rows, most if shape is not None else min(len(updates), most))
-        self.inputs.upload(batch, sizes)
-        return sizes
+        sizes = plan.sizes
+        self.inputs.upload(sizes)
+        if self.graphs is not None and plan.graphed:
+            self.graphs[0].replay(StepShape(sizes.tokens, sizes.rows, plan.decode_rows))
+            return self.hidden
+        inputs = self.inputs.step_inputs(sizes)
+        lengths = self.inputs.lengths_on_host(sizes)
+        return self._trunk(inputs, self._metadata(inputs, plan.decode_rows, *lengths))
 
     def _trunk(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         """[T, hidden_size]."""
@@ -362,33 +402,35 @@ class ModelRunner:
         metadata = self._metadata(inputs, shape.decode_rows, bounds, [longest])
         self.hidden[: shape.tokens] = self._trunk(inputs, metadata)
 
-    def _head(self, batch: Batch, hidden: torch.Tensor, in_graph: bool) -> SampledBatch:
+    def _head(self, plan: StepPlan, hidden: torch.Tensor, batch: Batch | None) -> SampledBatch:
         """Sample the rows that complete their known tokens, and keep the ids for the next step."""
-        samples = batch.samples
-        count = len(samples.rows)
-        if not samples.params and self.graphs is not None and in_graph:
+        count = plan.num_samples
+        if plan.plain and self.graphs is not None and plan.graphed:
             sizes = self.graphs[1].shapes
             self.graphs[1].replay(sizes[bisect_left(sizes, count)])
             return SampledBatch(self.sampled_rows[:count])
         inputs = self.inputs.sample_inputs(count)
-        logits = self.model.compute_logits(gather_rows(hidden, inputs.index))
-        if samples.params:
-            sampled = self.sampler.sample(logits, samples)
-            self.sampled[inputs.slots] = sampled.token_ids
-            return sampled
-        return SampledBatch(self._sample_plain(logits, inputs))
+        hidden = gather_rows(hidden, inputs.index)
+        if plan.plain:
+            return SampledBatch(self._sample_plain(hidden, inputs))
+        logits = self.model.compute_logits(hidden)
+        if batch is None:
+            sampled = SampledBatch(torch.empty_like(inputs.slots))
+        else:
+            sampled = self.sampler.sample(logits, batch.samples)
+        self.sampled[inputs.slots] = self.tp.broadcast(sampled.token_ids)
+        return sampled
 
     def _graph_head(self, size: int) -> None:
         """What a head graph records."""
         inputs = self.inputs.sample_inputs(size)
-        logits = self.model.compute_logits(gather_rows(self.hidden, inputs.index))
-        self._sample_plain(logits, inputs, self.sampled_rows[:size])
+        self._sample_plain(gather_rows(self.hidden, inputs.index), inputs, self.sampled_rows[:size])
 
     def _sample_plain(
-        self, logits: torch.Tensor, inputs: SampleInputs, out: torch.Tensor | None = None
+        self, hidden: torch.Tensor, inputs: SampleInputs, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self.sampler.sample_plain(
-            logits,
+            self.model.compute_own_logits(hidden),
             inputs.temperature,
             inputs.seeds,
             inputs.positions,
@@ -396,10 +438,6 @@ class ModelRunner:
             self.sampled,
             out,
         )
-
-    def _batch_metadata(self, batch: Batch, inputs: StepInputs) -> AttentionMetadata:
-        bounds, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-        return self._metadata(inputs, batch.num_decode_rows, bounds, lengths)
 
     def _metadata(
         self,
@@ -423,19 +461,16 @@ class ModelRunner:
         )
         return self.backend.prepare(metadata)
 
-    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> dict[int, list[LogprobTensors]]:
+    def _score_prompts(
+        self, plan: StepPlan, hidden: torch.Tensor, batch: Batch | None
+    ) -> dict[int, list[LogprobTensors]]:
         """Log probabilities of prompt tokens, for the rows that want them."""
-        return {
-            chunk.row: [
-                self._score(hidden, chunk.begin + done, chunk.targets[done:][:_SCORED_ROWS], chunk)
-                for done in range(0, len(chunk.targets), _SCORED_ROWS)
-            ]
-            for chunk in batch.scored
-        }
-
-    def _score(
-        self, hidden: torch.Tensor, begin: int, targets: np.ndarray, chunk: ScoredChunk
-    ) -> LogprobTensors:
-        logits = self.model.compute_logits(hidden[begin : begin + len(targets)])
-        (on_device,) = upload(self.device, targets)
-        return self.sampler.score(logits, on_device, chunk.num_top).to_host()
+        scores: dict[int, list[LogprobTensors]] = {}
+        for number, (begin, length) in enumerate(plan.scored):
+            logits = self.model.compute_logits(hidden[begin : begin + length])
+            if batch is not None:
+                chunk = batch.scored[number]
+                (targets,) = upload(self.device, chunk.targets)
+                of_chunk = self.sampler.score(logits, targets, chunk.num_top)
+                scores.setdefault(chunk.row, []).append(of_chunk.to_host())
+        return scores

@@ -29,6 +29,8 @@ class RequestSide:
     seeds: np.random.Generator
     cuts_prompts: bool
     """Can it compute a prompt in several steps? If not, a prompt must fit the budget of one."""
+    decodes_in_front: bool
+    """Do its mixed batches have the decodes before the chunks?"""
 
     closed = False
 

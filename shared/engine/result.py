@@ -20,6 +20,10 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
+class RunnerLost(RuntimeError):
+    """What runs the model has ended or is out of step: no later step can be right."""
+
+
 class Handle(Protocol):
     """A step in flight."""
 

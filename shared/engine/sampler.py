@@ -20,8 +20,9 @@ import torch
 
 from shared.engine.batch import SampleRows
 from shared.engine.transfer import to_host, upload
-from shared.kernels.sampling import gumbel_argmax
+from shared.kernels.sampling import gumbel_argmax, gumbel_candidates, gumbel_choice
 from shared.layers.logits import add_bias, forbid, mask_min_p, mask_top_k, mask_top_p, penalise
+from shared.layers.tensor_parallel import TensorParallel
 from shared.outputs import Logprob, TokenLogprobs
 from shared.sampling_params import SamplingParams
 
@@ -119,7 +120,8 @@ class TokenHistory:
 
 
 class Sampler:
-    """vocab_size is the width of the logits; min_tokens forbids eos_token_ids."""
+    """vocab_size is the width of the logits, where they are not a rank's own part of them;
+    min_tokens forbids eos_token_ids."""
 
     def __init__(
         self,
@@ -128,12 +130,14 @@ class Sampler:
         max_model_length: int,
         device: torch.device,
         eos_token_ids: Sequence[int] = (),
+        tp: TensorParallel | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_num_sequences = max_num_sequences
         self.max_model_length = max_model_length
         self.device = device
         self.eos_token_ids = tuple(eos_token_ids)
+        self.tp = tp or TensorParallel()
         self._group = max(1, _GROUP_ELEMENTS // max(vocab_size, max_model_length))
         # max_num_sequences * max_model_length * 4 bytes; most services never see a penalty.
         self._history: TokenHistory | None = None
@@ -148,8 +152,16 @@ class Sampler:
         sampled: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `gumbel_argmax`, all on the device. Fit for capture in a CUDA graph."""
-        return gumbel_argmax(logits, temperature, seeds, positions, slots, sampled, out)
+        """As `gumbel_argmax`, of this rank's own logits [K, share] and those of the others: the
+        same ids on all ranks, and only a few candidates are exchanged. All on the device, and fit
+        for capture in a CUDA graph."""
+        rows = (temperature, seeds, positions)
+        if self.tp.size == 1:
+            return gumbel_argmax(logits, *rows, slots, sampled, out)
+        first = self.tp.rank * logits.shape[1]
+        candidates = gumbel_candidates(logits, *rows, first, self.vocab_size)
+        everyones = self.tp.all_gather(candidates)
+        return gumbel_choice(everyones, self.vocab_size, slots, sampled, out)
 
     def sample(self, logits: torch.Tensor, rows: SampleRows) -> SampledBatch:
         """logits [K, V] of any float dtype, not modified. Never waits for the device."""
@@ -215,7 +227,7 @@ class Sampler:
             known_tokens=dict.fromkeys(range(num_rows), tokens),
         )
         dtypes = (np.float32, np.int64, np.int32)
-        self.sample_plain(logits, *upload(self.device, *(integers.astype(d) for d in dtypes)))
+        gumbel_argmax(logits, *upload(self.device, *(integers.astype(d) for d in dtypes)))
         self.sample(logits, rows)
         self._history = None
 

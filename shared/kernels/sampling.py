@@ -13,6 +13,7 @@ logarithms above it are rounded differently by each.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -84,23 +85,63 @@ def gumbel_reference(hashed: torch.Tensor) -> torch.Tensor:
     return -torch.where(v < _SERIES_BELOW, series, -complement.log()).log()
 
 
-def gumbel_argmax_reference(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """As `gumbel_argmax`, in plain torch."""
-    num_rows, vocab_size = logits.shape
-    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
-    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    group = max(1, _REFERENCE_ELEMENTS // vocab_size)
+def _scores_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows at a time: which, and their logits with noise [rows, V] float32."""
+    num_rows = len(logits) if len(token_ids) else 0
+    group = max(1, _REFERENCE_ELEMENTS // max(1, len(token_ids)))
     for begin in range(0, num_rows, group):
         rows = slice(begin, begin + group)
         scores = logits[rows].float()
         if temperature[rows].any():
             noise = gumbel_reference(hash_reference(seeds[rows], positions[rows], token_ids))
             scores = scores + temperature[rows].unsqueeze(1) * noise
-        scores = scores.masked_fill(scores.isnan(), -math.inf)
+        yield rows, scores.masked_fill(scores.isnan(), -math.inf)
+
+
+def gumbel_argmax_reference(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """As `gumbel_argmax`, in plain torch."""
+    token_ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    for rows, scores in _scores_reference(logits, temperature, seeds, positions, token_ids):
         out[rows] = scores.argmax(-1)
     return out
+
+
+def gumbel_candidates_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_token: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """As `gumbel_candidates`, in plain torch: one candidate a row."""
+    end = max(first_token, min(first_token + logits.shape[1], vocab_size))
+    token_ids = torch.arange(first_token, end, dtype=torch.int32, device=logits.device)
+    # A part with no token of the vocabulary names what never wins: the token after the last.
+    ids = torch.full((len(logits),), vocab_size, dtype=torch.int32, device=logits.device)
+    best = torch.full((len(logits),), -math.inf, device=logits.device)
+    logits = logits[:, : end - first_token]
+    for rows, scores in _scores_reference(logits, temperature, seeds, positions, token_ids):
+        winners = scores.argmax(-1)
+        best[rows] = scores.gather(1, winners.unsqueeze(1)).squeeze(1)
+        ids[rows] = token_ids[winners]
+    return torch.stack((best.view(torch.int32), ids)).unsqueeze(-1)
+
+
+def gumbel_choice_reference(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """As `gumbel_choice`, in plain torch."""
+    scores, ids = candidates[:, 0].view(torch.float32), candidates[:, 1]
+    best = scores.amax((0, 2), keepdim=True)
+    return ids.masked_fill(scores != best, vocab_size).amin((0, 2))
 
 
 @jit()
@@ -139,19 +180,21 @@ def _gumbel_kernel(token_ids, first, second, ON_GPU: tl.constexpr):
 
 
 @jit(
-    integers=("blocks_per_split", "num_splits"),
-    metadata=("temperature_ptr", "seeds_ptr", "positions_ptr"),
+    integers=("first_token", "blocks_per_split", "num_splits"),
+    metadata=("temperature_ptr", "seeds_ptr", "positions_ptr", "winner_ptr"),
 )
 def _split_kernel(
-    logits_ptr,  # [K, VOCAB_SIZE], rows ROW_STRIDE apart
+    logits_ptr,  # [K, NUM_COLUMNS], rows ROW_STRIDE apart
     temperature_ptr,  # [K] float32
     seeds_ptr,  # [K] int64
     positions_ptr,  # [K] int32
     best_ptr,  # [K, num_splits] float32: the largest score of each part of the row
     winner_ptr,  # [K, num_splits] int32: and the first token that has it
+    first_token,
     blocks_per_split,
     num_splits,
-    VOCAB_SIZE: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,  # columns of tokens from here on are padding
     ROW_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     ON_GPU: tl.constexpr,  # False in Triton's interpreter
@@ -168,14 +211,16 @@ def _split_kernel(
 
     logits_ptr += row.to(tl.int64) * ROW_STRIDE
     begin = split * blocks_per_split * BLOCK
+    num_columns = tl.minimum(NUM_COLUMNS, VOCAB_SIZE - first_token)
     lanes = tl.arange(0, BLOCK)
     # Every lane starts from a token of its own, so that a row of nothing but -inf or NaN still
-    # names a token of the vocabulary: a part always has at least one.
+    # names a token. One of the vocabulary, unless the part is all padding, which never wins.
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    winner = begin + lanes
+    winner = first_token + begin + lanes
     for block in range(blocks_per_split):
-        tokens = begin + block * BLOCK + lanes
-        score = tl.load(logits_ptr + tokens, mask=tokens < VOCAB_SIZE, other=float("-inf"))
+        columns = begin + block * BLOCK + lanes
+        tokens = first_token + columns
+        score = tl.load(logits_ptr + columns, mask=columns < num_columns, other=float("-inf"))
         score = score.to(tl.float32)
         if temperature != 0.0:
             noise = _gumbel_kernel(tokens.to(tl.uint32), first, second, ON_GPU)
@@ -192,26 +237,99 @@ def _split_kernel(
 
 @jit(integers=("num_splits",), metadata=("out_ptr", "slots_ptr"))
 def _combine_kernel(
-    best_ptr,  # [K, num_splits] float32
-    winner_ptr,  # [K, num_splits] int32
+    best_ptr,  # [NUM_RANKS, 2, K, num_splits] float32
+    winner_ptr,  # the same memory as int32: scores first, then ids
     out_ptr,  # [K] int32
     slots_ptr,  # [K] int32
     sampled_ptr,  # [S] int32
     num_splits,
+    NUM_RANKS: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
     SCATTER: tl.constexpr,  # write the ids to sampled[slots] as well
 ):
     row = tl.program_id(0)
-    lanes = tl.arange(0, MAX_SPLITS)
-    there = lanes < num_splits
-    best = tl.load(best_ptr + row * num_splits + lanes, mask=there, other=float("-inf"))
-    winner = tl.load(winner_ptr + row * num_splits + lanes, mask=there, other=VOCAB_SIZE)
+    num_rows = tl.num_programs(0)
+    lanes = tl.arange(0, MAX_CANDIDATES)
+    there = lanes < NUM_RANKS * num_splits
+    rank = lanes // num_splits
+    places = (2 * rank * num_rows + row) * num_splits + lanes % num_splits
+    best = tl.load(best_ptr + places, mask=there, other=float("-inf"))
+    places += num_rows * num_splits
+    winner = tl.load(winner_ptr + places, mask=there, other=VOCAB_SIZE)
     top = tl.max(best, axis=0)
     token_id = tl.min(tl.where(best == top, winner, VOCAB_SIZE), axis=0)
     tl.store(out_ptr + row, token_id)
     if SCATTER:
         tl.store(sampled_ptr + tl.load(slots_ptr + row), token_id)
+
+
+def gumbel_candidates_triton(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_token: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """As `gumbel_candidates`: of several parts of a row, since few rows must fill a GPU too."""
+    num_rows, num_columns = logits.shape
+    assert logits.stride(1) == 1
+    num_blocks = -(-num_columns // _BLOCK)
+    wanted = min(num_blocks, _MAX_SPLITS, max(1, _TARGET_PROGRAMS // max(1, num_rows)))
+    blocks_per_split = -(-num_blocks // wanted)
+    num_splits = -(-num_blocks // blocks_per_split)
+    out = torch.empty(2, num_rows, num_splits, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        _split_kernel[(num_rows, num_splits)](
+            logits,
+            temperature,
+            seeds,
+            positions,
+            out[0].view(torch.float32),
+            out[1],
+            first_token,
+            blocks_per_split,
+            num_splits,
+            NUM_COLUMNS=num_columns,
+            VOCAB_SIZE=vocab_size,
+            ROW_STRIDE=logits.stride(0),
+            BLOCK=_BLOCK,
+            ON_GPU=logits.is_cuda,
+            num_warps=_NUM_WARPS,
+        )
+    return out
+
+
+def gumbel_choice_triton(
+    candidates: torch.Tensor,
+    vocab_size: int,
+    slots: torch.Tensor | None = None,
+    sampled: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `gumbel_choice`."""
+    assert candidates.is_contiguous()
+    num_ranks, _, num_rows, num_splits = candidates.shape
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int32, device=candidates.device)
+    # The most that there can be, whatever the number of rows: one compiled kernel.
+    most_splits = min(_MAX_SPLITS, -(-vocab_size // (num_ranks * _BLOCK)))
+    if num_rows:
+        _combine_kernel[(num_rows,)](
+            candidates.view(torch.float32),
+            candidates,
+            out,
+            out if slots is None else slots,
+            out if sampled is None else sampled,
+            num_splits,
+            NUM_RANKS=num_ranks,
+            VOCAB_SIZE=vocab_size,
+            MAX_CANDIDATES=next_power_of_2(num_ranks * most_splits),
+            SCATTER=sampled is not None,
+            num_warps=1,
+        )
+    return out
 
 
 def gumbel_argmax_triton(
@@ -223,47 +341,45 @@ def gumbel_argmax_triton(
     sampled: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `gumbel_argmax`: parts of rows first, for a few rows must fill the GPU too, then rows."""
-    num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1
-    if out is None:
-        out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    if num_rows == 0:
-        return out
-    num_blocks = -(-vocab_size // _BLOCK)
-    wanted = min(num_blocks, _MAX_SPLITS, max(1, _TARGET_PROGRAMS // num_rows))
-    blocks_per_split = -(-num_blocks // wanted)
-    num_splits = -(-num_blocks // blocks_per_split)
-    best = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
-    winner = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
-    _split_kernel[(num_rows, num_splits)](
-        logits,
-        temperature,
-        seeds,
-        positions,
-        best,
-        winner,
-        blocks_per_split,
-        num_splits,
-        VOCAB_SIZE=vocab_size,
-        ROW_STRIDE=logits.stride(0),
-        BLOCK=_BLOCK,
-        ON_GPU=logits.is_cuda,
-        num_warps=_NUM_WARPS,
-    )
-    _combine_kernel[(num_rows,)](
-        best,
-        winner,
-        out,
-        out if slots is None else slots,
-        out if sampled is None else sampled,
-        num_splits,
-        VOCAB_SIZE=vocab_size,
-        MAX_SPLITS=min(_MAX_SPLITS, next_power_of_2(num_blocks)),
-        SCATTER=sampled is not None,
-        num_warps=1,
-    )
-    return out
+    """As `gumbel_argmax`."""
+    vocab_size = logits.shape[1]
+    candidates = gumbel_candidates_triton(logits, temperature, seeds, positions, 0, vocab_size)
+    return gumbel_choice_triton(candidates.unsqueeze(0), vocab_size, slots, sampled, out)
+
+
+def gumbel_candidates(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_token: int,
+    vocab_size: int,
+) -> torch.Tensor:
+    """The half of `gumbel_argmax` that a rank does with its part of the vocabulary: logits [K, n]
+    of the tokens from `first_token` on, of which those beyond `vocab_size` are padding.
+
+    -> [2, K, P] int32: the best scores of P parts of each row (float32 bits), and the ids that have
+    them. P is the same on all ranks.
+    """
+    rows = (temperature, seeds, positions)
+    if runs_on_triton(logits):
+        return gumbel_candidates_triton(logits, *rows, first_token, vocab_size)
+    return gumbel_candidates_reference(logits, *rows, first_token, vocab_size)
+
+
+def gumbel_choice(
+    candidates: torch.Tensor,
+    vocab_size: int,
+    slots: torch.Tensor | None = None,
+    sampled: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The other half, which every rank does with the candidates of all, [ranks, 2, K, P], and with
+    the same result: token ids [K] int32."""
+    if runs_on_triton(candidates):
+        return gumbel_choice_triton(candidates, vocab_size, slots, sampled, out)
+    ids = gumbel_choice_reference(candidates, vocab_size)
+    return _deliver(ids, slots, sampled, out)
 
 
 def gumbel_argmax(
@@ -288,6 +404,15 @@ def gumbel_argmax(
     if runs_on_triton(logits):
         return gumbel_argmax_triton(logits, temperature, seeds, positions, slots, sampled, out)
     ids = gumbel_argmax_reference(logits, temperature, seeds, positions)
+    return _deliver(ids, slots, sampled, out)
+
+
+def _deliver(
+    ids: torch.Tensor,
+    slots: torch.Tensor | None,
+    sampled: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     if sampled is not None:
         sampled[slots] = ids
     return ids if out is None else out.copy_(ids)

@@ -41,6 +41,14 @@ class Rows:
         size = tp.split(total, what)
         return cls(total, tp.rank * size, size)
 
+    @classmethod
+    def split_padded(cls, total: int, tp: TensorParallel) -> tuple[Rows, int]:
+        """Equal shares of `total` rounded up to a multiple of the ranks: the rows that are there
+        of this rank's share, at the last ranks fewer than the share's size, and that size."""
+        share = -(-total // tp.size)
+        start = min(tp.rank * share, total)
+        return cls(total, start, min(share, total - start)), share
+
 
 def empty_weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

@@ -16,6 +16,9 @@ from shared.models.config import (
 from shared.models.hub import resolve_model
 from shared.tokenizer import TOKENIZER_FILE, Tokenizer
 
+# What an engine calls the model that comes with this package.
+BUNDLED = "bundled tiny checkpoint"
+
 
 @dataclass(frozen=True)
 class ModelFiles:

@@ -149,6 +149,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     `forward`, the trunk: token ids [T] -> hidden states [T, hidden_size]
     `compute_logits`, the head: chosen hidden states [K, hidden_size] -> logits [K, vocab_size]
+    `compute_own_logits`: of this rank's part of the vocabulary alone
     """
 
     def __init__(
@@ -179,6 +180,14 @@ class Qwen3ForCausalLM(nn.Module):
                 tied_to=self.embed_tokens if config.tie_word_embeddings else None,
             )
         self.cos_sin = rotary_table(config, num_positions, device)
+
+    @staticmethod
+    def check_parallel_size(config: ModelConfig, size: int) -> None:
+        """Raises the ValueError that `size` ranks would raise, without building a layer."""
+        tp = TensorParallel(size=size)
+        tp.split(config.num_attention_heads, "num_attention_heads")
+        tp.split(config.intermediate_size, "intermediate_size")
+        key_value_rows(config, tp)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         """Checkpoint tensor name -> where it goes."""
@@ -213,6 +222,10 @@ class Qwen3ForCausalLM(nn.Module):
         return x + residual
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.gather(self.compute_own_logits(hidden))
+
+    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[K, share]: token ids from rank * share on; at the last ranks some are padding."""
         logits: torch.Tensor = self.lm_head(self.norm(hidden))
         return logits
 

@@ -31,6 +31,7 @@ class Engine(RequestSide):
     """Knows token ids only; text is the business of whoever drives it (LLM, a server)."""
 
     cuts_prompts = True
+    decodes_in_front = False
 
     def __init__(self, config: Config, runner: Runner | None = None) -> None:
         """`runner`: something else than the real model, for tests. Raises ValueError or OSError
@@ -40,7 +41,9 @@ class Engine(RequestSide):
         files = ModelFiles.find(config.model, config.load_format)
         self.tokenizer = files.tokenizer()
         self.eos_token_ids = files.config.eos_token_ids
-        self.runner = runner or ModelRunner(config, files.config, files.weights)
+        self.runner = runner or ModelRunner(
+            config, files.config, files.weights, self.decodes_in_front
+        )
         self.limits = self.runner.limits
         self.table = SlotTable(self.limits)
         self.block_manager = BlockManager(

@@ -31,6 +31,7 @@ class Engine(RequestSide):
     """Knows token ids only; text is the business of whoever drives it (LLM, a server)."""
 
     cuts_prompts = True
+    decodes_in_front = True
 
     def __init__(self, config: Config, runner: Runner | None = None) -> None:
         """`runner`: something else than the real model, for tests. Raises ValueError or OSError
@@ -41,7 +42,7 @@ class Engine(RequestSide):
         self.tokenizer = files.tokenizer()
         self.eos_token_ids = files.config.eos_token_ids
         self.runner = runner or ModelRunner(
-            config, files.config, files.weights, decodes_in_front=True
+            config, files.config, files.weights, self.decodes_in_front
         )
         self.limits = self.runner.limits
         self.table = SlotTable(self.limits)

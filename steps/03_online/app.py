@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +21,8 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+
+from shared.version import version
 
 from . import answers, chat, completions
 from .answers import ClientGone, EventStream, Format, unless_gone
@@ -43,6 +45,7 @@ from .api_types import (
     Version,
 )
 from .async_engine import AsyncEngine
+from .client import EngineClosedError, dead
 from .errors import ApiError, as_api_error, invalid_body, invalid_value
 from .generation import Generation, Task
 from .live import Live, page
@@ -58,6 +61,11 @@ T = TypeVar("T")
 # would stand still meanwhile.
 SMALL_BODY = 4096
 NUM_THREADS = 2
+# Bodies from this many bytes on queue for a thread of their own: they would keep all others busy
+# for seconds.
+HUGE_BODY = 128 * 1024
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Prepare = Callable[[Body, Model], tuple[Task, Format]]
 
@@ -95,23 +103,27 @@ class Api:
             limits,
             options.max_output_tokens or limits.max_model_length,
             engine.check_request,
+            engine.max_queued_requests,
         )
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(NUM_THREADS, "prepare")
+        self._huge_thread = ThreadPoolExecutor(1, "prepare-huge")
 
     @property
     def is_idle(self) -> bool:
         return not self.num_preparing and not self.engine.num_unfinished
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._huge_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, request: Request) -> None:
         """Raises ApiError, before the body is read, if the request is not served at all."""
         key = self.options.api_key
         if key is not None:
-            given = request.headers.get("authorization", "")
-            if not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            is_right = secrets.compare_digest(given.strip().encode("latin-1"), key.encode())
+            if scheme.lower() != "bearer" or not is_right:
                 raise ApiError(
                     401,
                     "wrong or missing API key",
@@ -123,11 +135,11 @@ class Api:
     def check_ready(self) -> None:
         self.check_alive()
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+            raise as_api_error(EngineClosedError())
 
     def check_alive(self) -> None:
-        if not self.engine.is_alive:
-            raise ApiError(503, "the engine is not running", code="engine_dead")
+        if self.engine.error is not None:
+            raise as_api_error(dead(self.engine.error))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or each of several."""
@@ -175,10 +187,11 @@ class Api:
 
     async def _outside_loop(self, request: Request, work: Callable[[], T]) -> T:
         """Run what takes long if the body is long."""
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) <= SMALL_BODY:
+        length = len(await request.body())
+        if length <= SMALL_BODY:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        threads = self._threads if length < HUGE_BODY else self._huge_thread
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.options.model_name:
@@ -236,7 +249,7 @@ class Api:
         return {"status": "ok"}
 
     async def version(self) -> Version:
-        return {"version": _version()}
+        return {"version": version()}
 
     async def prometheus(self) -> Response:
         content = prometheus_client.generate_latest(self.metrics.registry)
@@ -313,6 +326,13 @@ def _detokenize(body: DetokenizeRequest, model: Model) -> str:
     return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
 
+def _why_not_json(error: Exception, body: bytes) -> str:
+    message = f"the body is not valid JSON: {error}"
+    if SURROGATE.search(body):
+        message += " (escapes from \\ud800 to \\udfff are halves of a character: both or none)"
+    return message
+
+
 Responses = dict[int | str, dict[str, Any]]
 
 ERRORS: Responses = {
@@ -324,7 +344,7 @@ ERRORS: Responses = {
 def build_app(api: Api) -> FastAPI:
     """The ASGI application. Closing api and engine is the caller's business."""
     # No page for the docs: FastAPI's loads its scripts from elsewhere.
-    app = FastAPI(title="baby-vllm", version=_version(), docs_url=None, redoc_url=None)
+    app = FastAPI(title="baby-vllm", version=version(), docs_url=None, redoc_url=None)
     app.include_router(_routes(api))
     app.include_router(_open_routes(api))
     app.add_exception_handler(RequestValidationError, _refuse_body)
@@ -338,13 +358,6 @@ def build_app(api: Api) -> FastAPI:
             allow_headers=["*"],
         )
     return app
-
-
-def _version() -> str:
-    try:
-        return metadata.version("baby-vllm")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"
 
 
 def _routes(api: Api) -> APIRouter:
@@ -389,24 +402,22 @@ def _served_route(api: Api) -> type[APIRoute]:
                 async for chunk in self.stream():
                     size += len(chunk)
                     if size > api.options.max_body_bytes:
-                        raise too_large
+                        raise too_large()
                     chunks.append(chunk)
                 self._body = b"".join(chunks)
             return self._body
 
         async def json(self) -> Any:
             # Several times as fast as json.loads, which all streams would feel.
+            body = await self.body()
             try:
-                return msgspec.json.decode(await self.body())
+                return msgspec.json.decode(body)
             except (msgspec.DecodeError, RecursionError) as error:
-                raise ApiError(400, f"the body is not valid JSON: {error}") from error
+                raise ApiError(400, _why_not_json(error, body)) from error
 
-    too_large = ApiError(
-        413,
-        f"the body has more than {api.options.max_body_bytes} bytes",
-        code="body_too_large",
-        headers={"Connection": "close"},
-    )
+    def too_large() -> ApiError:
+        most = api.options.max_body_bytes
+        return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
 
     class ServedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -416,7 +427,7 @@ def _served_route(api: Api) -> type[APIRoute]:
                 api.check(request)
                 length = request.headers.get("content-length", "")
                 if length.isdecimal() and int(length) > api.options.max_body_bytes:
-                    raise too_large
+                    raise too_large()
                 return await handle(ServedRequest(request.scope, request.receive))
 
             return checked

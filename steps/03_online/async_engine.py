@@ -20,11 +20,18 @@ from shared.outputs import StepOutput
 from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
 
-from .client import EngineClient, EngineDeadError
+from .client import EngineClient, EngineClosedError, EngineDeadError, dead
 from .config import Build, OnlineConfig
 from .messages import EngineInfo, Merged, Progress
 
-__all__ = ["AsyncEngine", "EngineDeadError", "QueueFull", "RequestRefused", "Stream"]
+__all__ = [
+    "AsyncEngine",
+    "EngineClosedError",
+    "EngineDeadError",
+    "QueueFull",
+    "RequestRefused",
+    "Stream",
+]
 
 # Before commands that found no room are tried again: the engine is in a long step.
 RETRY_SECONDS = 0.01
@@ -138,7 +145,7 @@ class AsyncEngine:
         self.died = asyncio.Event()
         """Set when the engine has ended, by itself or by `close`."""
         self._client = client
-        self._max_queued_requests = max_queued_requests
+        self.max_queued_requests = max_queued_requests
         self._loop = asyncio.get_running_loop()
         self._started = asyncio.Event()
         self._streams: dict[str, Stream] = {}
@@ -230,7 +237,7 @@ class AsyncEngine:
         """Queue a request. Raises ValueError if it can never run, QueueFull, and EngineDeadError;
         the engine does not hear of it then."""
         self._client.check_alive()
-        if self.num_unfinished >= self._max_queued_requests:
+        if self.num_unfinished >= self.max_queued_requests:
             raise QueueFull(f"{self.num_unfinished} requests are unfinished, as many as may be")
         self._client.add(request_id, prompt_token_ids, params)
         stream = self._streams[request_id] = Stream(self, request_id, params.n)
@@ -332,7 +339,8 @@ class AsyncEngine:
     def _note_end(self) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream._fail(EngineDeadError(str(self.error)))
+            assert self.error is not None, "it has ended"
+            stream._fail(dead(self.error))
         for listener in self._listeners:
             listener.changed.set()
         self._started.set()

@@ -39,7 +39,7 @@ def prepare(body: ChatRequest, model: Model) -> tuple[Task, ChatFormat]:
     try:
         text = render(body.messages, model, body.chat_template_kwargs)
         # The template has written the special tokens already.
-        token_ids = model.need_tokenizer("messages").encode(text, add_special_tokens=False)
+        token_ids = model.encode(text, "messages", add_special_tokens=False)
         params = _params(body, model, len(token_ids))
         prompt = model.check_request(token_ids, params)
     except ValueError as error:

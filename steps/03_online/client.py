@@ -45,6 +45,10 @@ class EngineDeadError(RuntimeError):
     """The engine has ended, by a fault or by `close`; nothing more comes out of it."""
 
 
+class EngineClosedError(EngineDeadError):
+    """It was told to end."""
+
+
 @dataclass
 class _Expected:
     """A request that has not finished."""
@@ -60,6 +64,12 @@ class _Expected:
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + sum(self.indices.values())
+
+
+def dead(error: Exception) -> EngineDeadError:
+    """A new one each time: the same one would collect the tracebacks of all who ask."""
+    kind = EngineClosedError if isinstance(error, EngineClosedError) else EngineDeadError
+    return kind(str(error))
 
 
 class EngineClient:
@@ -187,7 +197,11 @@ class EngineClient:
 
     def wait(self, timeout: float | None = None) -> None:
         """Until there may be something to receive, or the engine has ended; in seconds."""
-        if self.is_alive and self.transport.wait(timeout):
+        if not self.is_alive:
+            return
+        may_have_ended = self.transport.wait(timeout)
+        # What it has said before comes first.
+        if may_have_ended and not self.transport.endpoint.can_receive:
             self.listen_for_end()
 
     def wait_until_ready(self) -> EngineInfo:
@@ -203,8 +217,7 @@ class EngineClient:
     def check_alive(self) -> None:
         """Raises EngineDeadError with what is known of the end."""
         if self.error is not None:
-            # A new one each time: the same one would collect the tracebacks of all who ask.
-            raise EngineDeadError(str(self.error))
+            raise dead(self.error)
 
     def close(self, timeout: float = END_SECONDS) -> None:
         """Tell the engine to end and wait until it has; by force after `timeout` seconds.
@@ -258,7 +271,7 @@ class EngineClient:
     def _has_ended(self, how: str | None) -> None:
         """`how`: in words; None if it was told to."""
         if how is None:
-            self.error = EngineDeadError("the engine is closed")
+            self.error = EngineClosedError("the engine is closed")
         elif not self._last_words:
             self.error = EngineDeadError(how)
         else:
@@ -310,7 +323,9 @@ def _thread(build: str | Build | None) -> Transport:
     if not callable(function):
         raise TypeError("an engine in this process is built by a function")
     return ThreadTransport(
-        lambda endpoint, lifeline: serve(endpoint, lifeline, lambda start: function(start.options))
+        lambda endpoint, lifeline: serve(
+            endpoint, lifeline, lambda start, end: function(start.options, end), in_process=True
+        )
     )
 
 

@@ -48,6 +48,11 @@ def _params(body: CompletionRequest, model: Model) -> SamplingParams:
     )
     if body.best_of not in (None, params.n):
         raise ValueError("best_of: only the same as n is supported")
+    if len(body.prompt) > model.max_prompts:
+        raise ValueError(
+            f"prompt: at most {model.max_prompts} prompts are served at a time, "
+            f"got {len(body.prompt)}"
+        )
     if len(body.prompt) * params.n > MAX_CHOICES:
         raise ValueError(f"prompt: at most {MAX_CHOICES} completions in one request")
     return params
@@ -57,8 +62,7 @@ def _prompt(
     prompt: str | list[int], body: CompletionRequest, params: SamplingParams, model: Model
 ) -> np.ndarray:
     if isinstance(prompt, str):
-        tokenizer = model.need_tokenizer("prompt")
-        prompt = tokenizer.encode(prompt, body.add_special_tokens is not False)
+        prompt = model.encode(prompt, "prompt", body.add_special_tokens is not False)
     return model.check_request(prompt, params)
 
 

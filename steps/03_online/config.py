@@ -65,11 +65,14 @@ Config: type[OnlineConfig] = pydantic.create_model(
 )
 
 
+# Ends the engine's process at once, saying why: for faults that another thread than the engine's
+# notices. It returns only where the engine is a thread of a process that goes on.
+End = Callable[[Exception], None]
 # From given fields of a Config to the engine.
-Build = Callable[[dict[str, Any]], "Engine"]
+Build = Callable[[dict[str, Any], End], "Engine"]
 
 
-def build_engine(options: dict[str, Any]) -> Engine:
+def build_engine(options: dict[str, Any], end: End) -> Engine:
     """The engine that the options name. Raises ValueError or OSError."""
     config = Config(**options)
     engine: Engine = load(config.engine).Engine(config.wrapped)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -42,6 +43,9 @@ from .messages import (
     encode,
 )
 from .transport import MAX_COMMANDS_IN_FLIGHT, MAX_EVENTS_IN_FLIGHT, Endpoint
+
+if TYPE_CHECKING:
+    from .config import End
 
 logger = logging.getLogger(__name__)
 
@@ -141,21 +145,59 @@ class EngineLoop:
             self._unsent.add(outputs)
 
 
-def serve(endpoint: Endpoint, lifeline: socket.socket, build: Callable[[Start], Engine]) -> bool:
-    """A whole life of an engine. False if it failed; its last words then went to the lifeline."""
+class LastWords:
+    """Why the engine ends, said once, whichever thread finds out first."""
+
+    def __init__(self, lifeline: socket.socket) -> None:
+        self._lifeline = lifeline
+        self._lock = threading.Lock()
+        self._are_said = False
+
+    def say(self, error: Exception) -> None:
+        with self._lock:
+            if not self._are_said:
+                self._are_said = True
+                self._send(error)
+
+    def _send(self, error: Exception) -> None:
+        kinds = [kind.__name__ for kind in (ValueError, OSError) if isinstance(error, kind)]
+        kind = kinds[0] if kinds else type(error).__name__
+        message = str(error).encode(errors="replace")[:MAX_LAST_WORDS].decode(errors="ignore")
+        try:
+            self._lifeline.sendall(encode(Failure(kind, message)))
+        except OSError:
+            logger.warning("nobody is there to be told of the end")
+
+
+def serve(
+    endpoint: Endpoint,
+    lifeline: socket.socket,
+    build: Callable[[Start, End], Engine],
+    in_process: bool = False,
+) -> bool:
+    """A whole life of an engine. False if it failed; its last words then went to the lifeline.
+    `in_process`: this is a thread of a process that goes on whatever happens here."""
+    last_words = LastWords(lifeline)
+
+    def end(error: Exception) -> None:
+        logger.error("the engine cannot go on: %s", error)
+        last_words.say(error)
+        if not in_process:
+            os._exit(EXIT_FAILED)
+
     engine: Engine | None = None
     try:
         _send(endpoint, Hello())
         start = _receive_start(endpoint, lifeline)
         if start is None:
             return True
-        engine = build(start)
+        engine = build(start, end)
         _send(endpoint, Ready(describe(engine, start.stage), engine.stats()))
         EngineLoop(engine, endpoint, lifeline).run()
     except Exception as error:
         if engine is not None:
             logger.exception("the engine cannot go on")
-        _say_last_words(lifeline, error)
+        last_words.say(error)
         return False
     engine.close()
     return True
@@ -186,34 +228,28 @@ def _send(endpoint: Endpoint, event: Event) -> None:
     assert sent, "nothing else is under way yet"
 
 
-def _say_last_words(lifeline: socket.socket, error: Exception) -> None:
-    kinds = [kind.__name__ for kind in (ValueError, OSError) if isinstance(error, kind)]
-    kind = kinds[0] if kinds else type(error).__name__
-    message = str(error).encode(errors="replace")[:MAX_LAST_WORDS].decode(errors="ignore")
-    try:
-        lifeline.sendall(encode(Failure(kind, message)))
-    except OSError:
-        logger.warning("the front end is gone")
+def take_lifeline(at_end: Callable[[], object] | None = None) -> socket.socket:
+    """The parent's, which came as stdin: everything that this process starts would inherit it
+    there, and keep it open.
 
-
-def _watch_parent(lifeline: socket.socket, directory: Path) -> None:
-    """Ends this process when the front end has ended, whatever the engine is doing just now.
-
-    What it would still compute is for nobody, and memory on a GPU is for whoever comes next.
+    From now on this process ends when the parent has ended, whatever it is doing just then; first
+    it calls `at_end`. What it would still compute is for nobody, and memory on a GPU is for whoever
+    comes next.
     """
-    with contextlib.suppress(OSError):  # reset by its end
-        while lifeline.recv(4096):
-            pass
-    shutil.rmtree(directory, ignore_errors=True)  # there only while the two were not connected yet
-    os._exit(EXIT_ORPHANED)
-
-
-def _take_lifeline() -> socket.socket:
-    """It came as stdin, which everything that this process starts would inherit, and keep open."""
     lifeline = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # reset by its end
+            while lifeline.recv(4096):
+                pass
+        if at_end is not None:
+            at_end()
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=watch, daemon=True).start()
     return lifeline
 
 
@@ -221,9 +257,9 @@ def main() -> int:
     address, build_name, name = sys.argv[1:]
     # Whoever is asked to end is the front end; it lets requests finish and then says stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lifeline = _take_lifeline()
+    # The directory is there only while the two are not connected yet.
     directory = Path(address.removeprefix("ipc://")).parent
-    threading.Thread(target=_watch_parent, args=(lifeline, directory), daemon=True).start()
+    lifeline = take_lifeline(lambda: shutil.rmtree(directory, ignore_errors=True))
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING,
@@ -234,9 +270,9 @@ def main() -> int:
     endpoint = Endpoint(context, MAX_EVENTS_IN_FLIGHT, MAX_COMMANDS_IN_FLIGHT)
     endpoint.connect(address)
 
-    def build(start: Start) -> Engine:
+    def build(start: Start, end: End) -> Engine:
         logging.getLogger().setLevel(start.log_level)
-        engine: Engine = getattr(importlib.import_module(module), function)(start.options)
+        engine: Engine = getattr(importlib.import_module(module), function)(start.options, end)
         return engine
 
     is_well = serve(endpoint, lifeline, build)

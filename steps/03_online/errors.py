@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from shared.sampling_params import SamplingParams
 
 from .api_types import ErrorResponse
-from .async_engine import EngineDeadError, QueueFull, RequestRefused
+from .async_engine import EngineClosedError, EngineDeadError, QueueFull, RequestRefused
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, EngineDeadError):
         return ApiError(503, "the engine is not running", code="engine_dead")
     if isinstance(error, RequestRefused):

@@ -32,6 +32,17 @@ class Model:
     """Most that a request may ask for."""
     check_request: Callable[[Sequence[int], SamplingParams], np.ndarray]
     """The engine's: the prompt as it takes it, or a ValueError."""
+    max_prompts: int
+    """Most that a request may have: more could never be queued together."""
+
+    def encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt. Raises ValueError if the field is longer than could ever fit,
+        before that takes long to count."""
+        tokenizer = self.need_tokenizer(field)
+        least, most = tokenizer.least_tokens(text), self.limits.max_model_length
+        if least > most:
+            raise ValueError(f"{field} has at least {least} tokens; at most {most} fit")
+        return tokenizer.encode(text, add_special_tokens)
 
     def need_tokenizer(self, field: str) -> Tokenizer:
         """Raises ValueError naming the field that needs it."""

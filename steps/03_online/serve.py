@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import ipaddress
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,10 @@ class ServeOptions:
     """What clients call the model. Default: --model as given, or "tiny"."""
     max_body_bytes: int = 2 * 2**20
     """Longer requests are refused (413)."""
+    max_connections: int = 2048
+    """Most open connections; further ones are refused (503)."""
+    request_timeout: float = 30.0
+    """Seconds for a request to arrive, head and body (408)."""
     max_queued_requests: int = 1024
     """Most unfinished prompts; further ones are refused (429)."""
     max_output_tokens: int | None = None
@@ -51,12 +56,14 @@ class ServeOptions:
         for name, least in (
             ("port", 0),
             ("max_body_bytes", 1),
+            ("max_connections", 1),
+            ("request_timeout", 0.001),
             ("max_queued_requests", 1),
             ("max_output_tokens", 1),
             ("drain_timeout", 0),
         ):
             value = getattr(self, name)
-            if value is not None and not value >= least:
+            if value is not None and not least <= value < math.inf:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}")
@@ -73,10 +80,13 @@ def main(stage: str, argv: Sequence[str] | None = None) -> NoReturn:
 def _serve(stage: str, argv: Sequence[str]) -> int:
     options, config = _parse(stage, argv)
     from .app import ApiOptions  # these take a moment, and --help does without
-    from .server import Stop, listen, serve
+    from .connections import ConnectionLimits, Connections
+    from .server import Stop, allow_open_files, listen, serve
 
     if options.api_key is None and not _is_loopback(options.host):
         logger.warning("everybody who reaches %s may use this server: no --api-key", options.host)
+    limits = ConnectionLimits(options.max_connections, options.request_timeout)
+    allow_open_files(limits)
     listener = listen(options.host, options.port)
     api_options = ApiOptions(
         model_name=options.served_model_name or config.model or BUNDLED_NAME,
@@ -98,6 +108,7 @@ def _serve(stage: str, argv: Sequence[str]) -> int:
                 stop,
                 options.drain_timeout,
                 _freeze,
+                Connections(limits),
             )
 
     asyncio.run(run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,12 +15,16 @@ import uvicorn
 
 from .app import Api, ApiOptions, build_app
 from .async_engine import AsyncEngine
+from .connections import MAX_REFUSALS, ConnectionLimits, Connections
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BACKLOG = 2048
+# Of connections that nobody has accepted yet. All of them may be accepted in one turn of the loop.
+BACKLOG = 1024
+# Files that are open whoever connects.
+OTHER_FILES = 128
 
 # For responses of requests that have ended to reach their readers, and between two looks at whether
 # all have ended.
@@ -38,6 +43,20 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(f"cannot listen on {host}:{port}: {reason}. Try another --port") from error
+
+
+def allow_open_files(limits: ConnectionLimits) -> None:
+    """Raise this process's own limit to what so many connections need. Raises ValueError if it may
+    not: accepting would fail, again and again, and end nobody's wait."""
+    needed = limits.max_connections + MAX_REFUSALS + BACKLOG + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"max_connections={limits.max_connections} needs {needed} open files, and this process "
+            f"may have {hard} (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def url_of(listener: socket.socket) -> str:
@@ -76,6 +95,7 @@ async def serve(
     stop: Stop,
     drain_timeout: float,
     on_ready: Callable[[Api], None] = lambda api: None,
+    connections: Connections | None = None,
 ) -> None:
     """Serve until `stop` asks for an end. Raises what starting the engine raises.
 
@@ -90,8 +110,11 @@ async def serve(
         server = _HttpServer(
             uvicorn.Config(
                 build_app(api),
+                http=(connections or Connections(ConnectionLimits())).protocol(),
+                ws="none",
+                backlog=BACKLOG,
                 log_config=None,
-                log_level=logging.WARNING,
+                log_level=logging.ERROR,  # its warnings are about what clients send
                 access_log=False,
                 lifespan="off",
                 proxy_headers=False,

@@ -59,6 +59,10 @@ class Endpoint:
     def can_send(self) -> bool:
         return self._can(zmq.POLLOUT)
 
+    @property
+    def can_receive(self) -> bool:
+        return self._can(zmq.POLLIN)
+
     def send(self, frame: bytes) -> bool:
         """False, with nothing sent, if too much is under way."""
         try:
@@ -69,7 +73,7 @@ class Endpoint:
 
     def receive(self) -> bytes | None:
         """The next frame, or None if there is none now."""
-        if not self._can(zmq.POLLIN):
+        if not self.can_receive:
             return None
         return self._socket.recv(zmq.NOBLOCK)
 
@@ -230,9 +234,9 @@ class ThreadTransport(Transport):
         return "the engine's thread ended"
 
 
-def how_it_ended(status: int) -> str:
+def how_it_ended(status: int, what: str = "the engine process") -> str:
     """In words, from a Popen.returncode."""
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else str(-status)
-        return f"the engine process was killed by {name}"
-    return f"the engine process ended with exit status {status}"
+        return f"{what} was killed by {name}"
+    return f"{what} ended with exit status {status}"

@@ -18,7 +18,7 @@ from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
 
 from .config import ParallelConfig
-from .launch import Launcher, combined
+from .launch import Launcher, combined, ray_transport
 from .online import online
 from .router import Router
 
@@ -49,7 +49,7 @@ class Replica:
         self.engine: Any = None
         """The newest. It may have ended."""
         self._launcher = launcher
-        self._max_queued_requests = max_queued_requests
+        self.max_queued_requests = max_queued_requests
 
     @property
     def info(self) -> Any:
@@ -87,7 +87,7 @@ class Replica:
             (await starting).close(0)
             raise
         self.engine = await online("async_engine").AsyncEngine.over(
-            client, self.tokenizer, self._max_queued_requests
+            client, self.tokenizer, self.max_queued_requests
         )
 
     async def keep(self, on_end: Callable[[int], None]) -> None:
@@ -132,7 +132,7 @@ class AsyncEngine:
         self.replicas = replicas
         self.tokenizer = tokenizer
         self.info = combined(config, [replica.info for replica in replicas])
-        self._max_queued_requests = max_queued_requests
+        self.max_queued_requests = max_queued_requests
         limits = self.info.limits
         self._router = Router(len(replicas), config.routing, limits.block_size, limits.num_blocks)
         self._seeds = np.random.default_rng(config.seed)
@@ -155,6 +155,8 @@ class AsyncEngine:
         `in_process` and `build` are those of EngineClient.
         """
         tokenizer = await asyncio.to_thread(online("async_engine").read_tokenizer, config)
+        if config.distributed_backend == "ray":
+            ray_transport().connect()  # not in a thread
         launcher = await asyncio.to_thread(Launcher, config, build, in_process)
         replicas = [
             Replica(number, launcher, tokenizer, max_queued_requests)
@@ -198,7 +200,7 @@ class AsyncEngine:
         """Queue a request: its Stream, of stage 03. Raises ValueError if it can never run, and
         QueueFull, and EngineDeadError if no replica lives; none hears of it then."""
         tokens = self.check_request(prompt_token_ids, params)
-        if self.num_unfinished >= self._max_queued_requests:
+        if self.num_unfinished >= self.max_queued_requests:
             raise online("async_engine").QueueFull(
                 f"{self.num_unfinished} requests are unfinished, as many as may be"
             )

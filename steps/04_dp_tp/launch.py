@@ -59,12 +59,14 @@ class Launcher:
         """Where distributed_backend counts: how the engine is started, and spoken to."""
         build, name = self._build or BUILD, f"engine {number}"
         if self.config.distributed_backend == "ray":
-            # Here: ray is an extra, and takes seconds to import.
-            return import_module(".ray_transport", __package__).RayTransport(
-                build, name, self.config
-            )
+            return ray_transport().RayTransport(build, name, self.config)
         environment = {VISIBLE: self._devices[number]} if self._devices else None
         return online("transport").ProcessTransport(build, name, environment)
+
+
+def ray_transport() -> Any:
+    """The module. Ray is an extra, and takes a while to import."""
+    return import_module(".ray_transport", __package__)
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 pytest.importorskip("mkdocs", reason="the site's tools are not installed: pip install -e '.[docs]'")
@@ -129,3 +134,123 @@ def test_drawings_in_docstrings_become_code() -> None:
 
     text = "One line.\n\n     in use\n  [ 7 ][ 2 ]\n\nAnother."
     assert with_code_blocks(text) == "One line.\n\n         in use\n      [ 7 ][ 2 ]\n\nAnother."
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of results instead of the repository's."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    results.rows_of.cache_clear()
+    yield tmp_path
+    results.rows_of.cache_clear()
+
+
+def stored_row(stage: str, speed: float = 100.0, **config: Any) -> dict[str, Any]:
+    medians = {"tokens_per_second": speed, "ttft_ms.p50": 5.0}
+    medians |= {f"gap_ms.{name}": 10.0 * (i + 1) for i, name in enumerate(("p50", "p95", "p99"))}
+    medians["gap_ms.max"] = 90.0
+    return {
+        "stage": stage,
+        "workload": {"name": "decode_gap", "scale": "cpu", "sha256": "ab" * 32},
+        "created": "2026-01-01",
+        "hardware": {"cpu": "some CPU", "cpu_count": 2, "gpus": []},
+        "config": {"attention_backend": "torch", "kvcache_block_size": 16, **config},
+        "runs": [{}],
+        "medians": medians,
+        "spread": {name: (value, value) for name, value in medians.items()},
+        "percent_of_floor": 12.5,
+    }
+
+
+def failed_row(stage: str, **config: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = {"medians": {}, "spread": {}, "runs": [], "percent_of_floor": None}
+    return {**stored_row(stage, **config), **empty, "error": "out of memory"}
+
+
+def online_row(label: str, rate: float | None, reached: float | None) -> dict[str, Any]:
+    medians = {} if reached is None else {"goodput.requests_per_second": reached}
+    hardware = {"cpu": "some CPU", "cpu_count": 2}
+    known = {"scenario": "saturation", "model": "m", "hardware": hardware}
+    return {"label": label, "rate_rps": rate, "medians": medians, **known}
+
+
+PICTURES = (
+    "{{ plot gaps decode_gap }} {{ plot throughput decode_gap }} {{ plot goodput }} "
+    "{{ ladder decode_gap,nano }} {{ swept budget }} {{ results 01_b decode_gap against=00_a }}"
+)
+
+
+def test_pages_do_without_results(stored: Path) -> None:
+    text = expand(PICTURES)
+    assert "<svg" not in text
+    assert "No online rate sweep in this repository yet." in text
+    assert "No result of `python -m bench.sweep budget` in this repository yet." in text
+
+
+def test_rows_without_numbers_stay_out_of_pictures(stored: Path) -> None:
+    (stored / "stages.json").write_text(json.dumps([failed_row("00_a"), failed_row("01_b")]))
+    (stored / "online_x.json").write_text(json.dumps([online_row("a", 2.0, None)]))
+    (stored / "sweep_budget.json").write_text(json.dumps([failed_row("01_b")]))
+    text = expand(PICTURES)
+    assert "<svg" not in text
+    assert "0; out of memory" in text  # in the tables, they stay
+
+    partly = stored_row("00_a")
+    del partly["medians"]["gap_ms.p99"]
+    (stored / "stages.json").write_text(json.dumps([partly, stored_row("01_b")]))
+    results.rows_of.cache_clear()
+    assert expand("{{ plot gaps decode_gap }}").count(">01_b<") == 1
+    assert ">00_a<" not in expand("{{ plot gaps decode_gap }}")
+    assert ">00_a<" in expand("{{ plot throughput decode_gap }}")
+
+
+def test_goodput_has_a_curve_for_each_engine(stored: Path) -> None:
+    rows = [online_row(label, rate, rate / 2) for label in ("00_a", "01_b") for rate in (2.0, 8.0)]
+    rows += [online_row("02_c", None, 1.0), online_row("03_d", 4.0, None)]
+    (stored / "online_saturation.json").write_text(json.dumps(rows))
+    text = expand("{{ plot goodput }}")
+    assert text.count("<svg") == 1
+    assert ">00_a<" in text
+    assert ">01_b<" in text
+    assert ">02_c<" not in text
+    assert "From `bench/results/online_saturation.json`" in text
+
+
+def test_no_point_of_a_sweep_stands_for_its_stage(stored: Path) -> None:
+    points = [stored_row("01_b", 7.0 * n, max_prefill_tokens_per_step=n) for n in (11, 13)]
+    (stored / "sweep_budget_cpu.json").write_text(json.dumps(points))
+    (stored / "stages.json").write_text(json.dumps([stored_row("00_a"), stored_row("01_b")]))
+    table = expand("{{ swept budget }}")
+    assert "| 01_b | 77 |" in table
+    assert "prefill 13" in table
+    for macro in ("{{ ladder decode_gap }}", "{{ results 01_b decode_gap }}"):
+        assert "prefill" not in expand(macro)
+    option = "max_prefill_tokens_per_step tokens_per_second"
+    (stored / "sweep_budget_cpu.json").write_text(json.dumps([*points, failed_row("01_b")]))
+    results.rows_of.cache_clear()
+    lines = expand(f"{{{{ sweep sweep_budget_cpu.json {option} }}}}").splitlines()
+    assert lines[2:4] == ["| 11 | 77 |", "| 13 | 91 |"]
+
+
+def test_several_gpus_are_compared_with_one(stored: Path) -> None:
+    text = "{{ parallel 04_p decode_gap,saturation }}"
+    assert expand(text) == "Not measured yet on several GPUs: `decode_gap`, `saturation`."
+    rows = [
+        stored_row("04_p", speed, data_parallel_size=data, tensor_parallel_size=tensor)
+        for data, tensor, speed in ((2, 1, 190.0), (1, 1, 90.0), (1, 1, 100.0), (1, 2, 150.0))
+    ]
+    (stored / "parallel.json").write_text(json.dumps(rows))
+    online = [
+        {**online_row("x", 8.0, speed), "stage": "04_p", "config": {"data_parallel_size": data}}
+        for data, speed in ((1, 3.0), (2, 5.5))
+    ]
+    for row in online:
+        row["medians"]["tokens_per_second"] = 10 * row["medians"]["goodput.requests_per_second"]
+        row["spread"] = {name: (value, value) for name, value in row["medians"].items()}
+    (stored / "online.json").write_text(json.dumps(online))
+    found = expand(text)
+    assert "| 1 | 1 | 100 | 1.00 | - |" in found
+    assert "| 1 | 2 | 150 | 1.50 | - |" in found
+    assert "| 2 | 1 | 190 | 1.90 | - |" in found
+    assert "| 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
+    assert "8 requests/s offered" in found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +15,12 @@ from shared.kernels.sampling import (
     gumbel_argmax,
     gumbel_argmax_reference,
     gumbel_argmax_triton,
+    gumbel_candidates,
+    gumbel_candidates_reference,
+    gumbel_candidates_triton,
+    gumbel_choice,
+    gumbel_choice_reference,
+    gumbel_choice_triton,
     gumbel_reference,
     hash_reference,
 )
@@ -205,8 +212,73 @@ def _batch(num_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Te
     return logits.to(dtype), temperature, seeds, positions
 
 
+def _in_shards(
+    num_ranks: int,
+    batch: tuple[torch.Tensor, ...],
+    find: Callable[..., torch.Tensor] = gumbel_candidates,
+    choose: Callable[..., torch.Tensor] = gumbel_choice,
+) -> list[int]:
+    """As tensor-parallel ranks do it, with something tempting in the padding."""
+    logits, *rows = batch
+    vocab_size = logits.shape[1]
+    share = -(-vocab_size // num_ranks)
+    padded = torch.nn.functional.pad(logits, (0, num_ranks * share - vocab_size), value=1e9)
+    candidates = torch.stack(
+        [
+            find(part.contiguous(), *rows, rank * share, vocab_size)
+            for rank, part in enumerate(padded.split(share, dim=1))
+        ]
+    )
+    ids: list[int] = choose(candidates, vocab_size).tolist()
+    return ids
+
+
+# The last: 9 tokens for 4 ranks of 3 leave the fourth rank with nothing but padding.
+SHARDS = [(2, 3000), (3, 128), (4, 4096), (7, 3001), (8, 9001), (4, 9)]
+
+
+class TestShards:
+    @pytest.mark.parametrize("num_ranks, vocab_size", SHARDS)
+    def test_ranks_together_choose_what_one_would(self, num_ranks: int, vocab_size: int) -> None:
+        batch = _batch(12, vocab_size, torch.float32)
+        assert _in_shards(num_ranks, batch) == gumbel_argmax(*batch).tolist()
+
+    def test_first_of_equals_across_ranks(self) -> None:
+        assert _in_shards(4, _ties()) == FIRST_OF_EQUALS
+
+    def test_rows_of_nothing_possible(self) -> None:
+        logits = torch.full((3, 1001), -math.inf)
+        logits[1] = math.nan
+        logits[2, 1000] = -1e30
+        for temperature in (torch.zeros(3), torch.ones(3)):
+            batch = (logits, temperature, torch.arange(3), torch.arange(3).int())
+            assert _in_shards(4, batch) == [0, 0, 1000]
+
+
+FIRST_OF_EQUALS = [5, 900, 3999, 0, 999, 2048]
+
+
+def _ties() -> tuple[torch.Tensor, ...]:
+    logits = torch.zeros(6, 4000)
+    for row, ids in enumerate(([5, 6], [900, 1100], [3999], [0, 3999], [999, 1000], [2048])):
+        logits[row, ids] = 1.0
+    return logits, torch.zeros(6), torch.arange(6), torch.arange(6).int()
+
+
 @needs_interpreter
 class TestInterpreted:
+    @pytest.mark.parametrize("num_ranks, vocab_size", SHARDS)
+    def test_shards_equal_the_reference(self, num_ranks: int, vocab_size: int) -> None:
+        batch = _batch(4, vocab_size, torch.bfloat16)
+        triton = (gumbel_candidates_triton, gumbel_choice_triton)
+        reference = (gumbel_candidates_reference, gumbel_choice_reference)
+        assert _in_shards(num_ranks, batch, *triton) == _in_shards(num_ranks, batch, *reference)
+
+    def test_first_of_equals_across_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shared.kernels.sampling._BLOCK", 128)  # several parts a rank
+        triton = (gumbel_candidates_triton, gumbel_choice_triton)
+        assert _in_shards(4, _ties(), *triton) == FIRST_OF_EQUALS
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize(
         "num_rows, vocab_size", [(1, 1), (4, 5), (2, 1024), (3, 1025), (4, 3000), (2, 9001)]
@@ -274,6 +346,12 @@ class TestOnGpu:
             hashed = hash_reference(seeds[row, None], positions[row, None], pair.int())[0]
             scores = logits[row, pair].float() + temperature[row] * gumbel_reference(hashed)
             assert (scores[1] - scores[0]).item() <= 2e-5 * max(1.0, temperature[row].item())
+
+    @pytest.mark.parametrize("num_ranks", [2, 3, 8])
+    def test_ranks_together_choose_what_one_would(self, num_ranks: int) -> None:
+        for num_rows in (1, 64):
+            batch = tuple(x.cuda() for x in _batch(num_rows, 151936, torch.bfloat16))
+            assert _in_shards(num_ranks, batch) == gumbel_argmax(*batch).tolist()
 
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
         batch = [x.cuda() for x in _batch(64, 151936, torch.bfloat16)]

@@ -5,9 +5,11 @@
     {{ at PATH NAME }}                a link to it, in a sentence
     {{ changed STAGE }}               files, lines, folded differences, what is reused unchanged
     {{ results STAGE WORKLOAD,... against=STAGE,... without=FILE,... }}
-    {{ ladder WORKLOAD,... }}         newest row of every stage
-    {{ plot gaps|throughput WORKLOAD }}
+    {{ ladder WORKLOAD,... }}         one number of every stage, newest
+    {{ plot gaps|throughput|tradeoff WORKLOAD }}
+    {{ plot goodput }}                curves of every online rate sweep
     {{ sweep FILE OPTION METRIC,... }}
+    {{ swept NAME }}                  all points of `python -m bench.sweep NAME`
     {{ number FILE STAGE WORKLOAD METRIC FORMAT option=value ... }}
     {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT option=value ... }}
     {{ kernels OPERATION }}           all measured shapes of a kernel
@@ -17,6 +19,7 @@
     {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size
     {{ small_batch }}                 linear layers of few rows
     {{ decode_profile }}              where the time of a decode step goes
+    {{ parallel STAGE NAME,... }}     several GPUs against one, by workload or online scenario
     {{ value PATH NAME }}             a constant's value
     {{ lines PATH NAME }}             how many lines that region has
     {{ figure FILE "description" }}   an SVG of docs/images, in the colours of the page
@@ -42,12 +45,12 @@ from typing import Any
 
 from mkdocs.utils import get_relative_url
 
-from tools.docsite import ROOT, changes, plots, results, roofline, sources, traces
+from tools.docsite import ROOT, changes, parallel, plots, results, roofline, sources, traces
 from tools.docsite.sources import Region
 
 MACRO = re.compile(r"\{\{ (\w+)( [^{}\n]*?)? \}\}")
 FENCE = re.compile(r"^```(sourcemap|reading)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Colours that tools/svg.py and its users draw with -> the page's variable for them.
+# Colours that bench/svg.py and its users draw with -> the page's variable for them.
 FIGURE_COLOURS = {
     "#ffffff": "paper", "#222222": "ink", "#8a8a8a": "faint", "#555555": "line",
 }  # fmt: skip
@@ -68,6 +71,7 @@ class Expander:
             "results": self.results,
             "ladder": lambda workloads: results.ladder(workloads.split(",")),
             "sweep": lambda name, option, metrics: results.sweep(name, option, metrics.split(",")),
+            "swept": results.swept,
             "number": results.number,
             "ratio": results.ratio,
             "kernels": results.kernel_rows,
@@ -87,6 +91,7 @@ class Expander:
             "traces": self.traces,
             "small_batch": results.small_batch,
             "decode_profile": results.decode_profile,
+            "parallel": lambda stage, names: parallel.tables(stage, names.split(",")),
             "value": lambda path, name: sources.constant(path, name),
         }
 
@@ -134,7 +139,7 @@ class Expander:
         code = f'``` {{ .{language} linenums="{region.first}" }}\n{region.text.rstrip()}\n```'
         if not fold:
             return f'<p class="where">{self.link(region, where)}</p>\n\n{code}\n'
-        title = f"{name or path} ({region.num_lines} lines)"
+        title = f"`{name or path}` ({region.num_lines} lines)"
         inner = f'<p class="where">{self.link(region, where)}</p>\n\n{code}'
         return f'??? quote "{title}"\n\n{_indented(inner)}\n'
 
@@ -246,12 +251,12 @@ class Expander:
         return "\n".join(parts)
 
 
-def plot(kind: str, workload: str) -> str:
-    """Every context in which at least two stages were measured."""
-    parts = [
-        f"{_inline(svg, caption)}\n\n<small>{caption}</small>"
-        for caption, svg in plots.of_workload(kind, workload)
-    ]
+def plot(kind: str, workload: str = "") -> str:
+    """Every context in which at least two stages were measured; or every online rate sweep."""
+    found = plots.of_goodput() if kind == "goodput" else plots.of_workload(kind, workload)
+    parts = [f"{_inline(svg, caption)}\n\n<small>{caption}</small>" for caption, svg in found]
+    if not parts and kind == "goodput":
+        return "No online rate sweep in this repository yet."
     return "\n\n".join(parts) or f"No result compares stages on `{workload}` yet."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tools.docsite import ROOT
@@ -27,6 +28,8 @@ GAP_COLUMNS = ["tokens_per_second", "gap_ms.p50", "gap_ms.p99", "gap_ms.max", "t
 DEFAULT_COLUMNS = {
     "decode_gap": GAP_COLUMNS,
     "decode_gap_busy": GAP_COLUMNS,
+    "decode_gap_many": GAP_COLUMNS,
+    "decode_gap_few": GAP_COLUMNS,
     "shared_prefix": ["tokens_per_second", "ttft_ms.p50", "prefix_hit_tokens"],
     "batch1": ["tokens_per_second", "tpot_ms.p50"],
     "batch8": ["tokens_per_second", "tpot_ms.p50"],
@@ -34,6 +37,9 @@ DEFAULT_COLUMNS = {
 OTHER_COLUMNS = ["tokens_per_second", "ttft_ms.p50", "tpot_ms.p50", "gap_ms.p99"]
 # Effective settings that tell rows of one stage apart.
 SETTINGS = {
+    "attention_backend": "{}",
+    "kvcache_block_size": "block {}",
+    "flags": "{}",  # of a row that never ran, and so has no settings
     "max_prefill_tokens_per_step": "prefill {}",
     "mixed_batch": "{}",
     "max_prefill_defer": "defer {}",
@@ -46,6 +52,7 @@ DEFAULTS = {
     "enforce_eager": False,
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,
+    "flags": "",
 }
 
 
@@ -66,32 +73,51 @@ def files() -> list[str]:
     return sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.json"))
 
 
+def compared() -> list[str]:
+    """The files that compare stages as they are. A sweep has rows at many settings, and none of
+    them stands for its stage."""
+    return [name for name in files() if "sweep" not in Path(name).name]
+
+
+def online_rows(name: str) -> list[tuple[tuple[str, ...], list[Row]]]:
+    """Rows of an online rate sweep by their work, model and machine, with those as text."""
+    content = json.loads((RESULTS / name).read_text())
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in content if isinstance(content, list) else []:
+        if isinstance(row, dict) and {"label", "rate_rps", "medians", "hardware"} <= row.keys():
+            lengths = json.dumps(row.get("options", {}).get("work"), sort_keys=True)
+            key = (str(row.get("scenario") or "own flags"), str(row.get("model")), place(row))
+            groups.setdefault((*key, lengths), []).append(row)
+    return [(key[:3], rows) for key, rows in groups.items()]
+
+
+def place(row: Row) -> str:
+    hardware = row["hardware"]
+    gpus = [gpu["name"] for gpu in hardware.get("gpus", [])]
+    text = f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else "".join(gpus)
+    return text or f"{hardware['cpu']}, {hardware['cpu_count']} cores"
+
+
 def context(row: Row) -> tuple[str, ...]:
     """What rows must share to stand in one table: workload, model, machine."""
-    hardware, work = row["hardware"], row["workload"]
-    gpus = [gpu["name"] for gpu in hardware.get("gpus", [])]
-    place = f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else "".join(gpus)
-    place = place or f"{hardware['cpu']}, {hardware['cpu_count']} cores"
+    work = row["workload"]
     model = row["config"].get("model") or "bundled model"
     dtype = row["config"].get("dtype", "dtype unknown")
     return (
         f"{work['name']}, {work['scale']} size",
         f"{model}, {dtype}",
-        place,
+        place(row),
         work["sha256"][:12],
     )
 
 
 def settings(row: Row) -> str:
     config, parts = row["config"], []
-    parts.append(
-        f"{config.get('attention_backend', '?')}, block {config.get('kvcache_block_size')}"
-    )
     for name, form in SETTINGS.items():
         value = config.get(name)
         if value is not None and value != DEFAULTS.get(name):
             parts.append(form.format(value))
-    return ", ".join(parts)
+    return ", ".join(parts) or "-"
 
 
 def commit(row: Row) -> str:
@@ -141,7 +167,7 @@ def stage_tables(
     parts, missing = [], []
     for workload in workloads:
         found = []
-        for name in files():
+        for name in compared():
             if name in left_out:
                 continue
             groups: dict[tuple[str, ...], list[Row]] = {}
@@ -168,7 +194,7 @@ def newest_rows(workloads: Sequence[str]) -> list[tuple[tuple[str, ...], Newest]
     """Per context, in the order of the workloads. A file that compares several stages says more
     than a newer one of a single stage."""
     groups: dict[tuple[str, ...], Newest] = {}
-    for name in files():
+    for name in compared():
         num_stages = len({row["stage"] for row in rows_of(name)})
         for row in rows_of(name):
             if row["workload"]["name"] not in workloads or not row["medians"]:
@@ -186,15 +212,39 @@ def newest_rows(workloads: Sequence[str]) -> list[tuple[tuple[str, ...], Newest]
 
 
 def ladder(workloads: Sequence[str]) -> str:
-    """The newest row of every stage, for every context that has more than one stage or a GPU."""
-    parts = []
-    for key, newest in newest_rows(workloads):
-        rows = [newest[stage][0] for stage in sorted(newest)]
-        names = ", ".join(dict.fromkeys(newest[stage][1] for stage in sorted(newest)))
-        metrics = DEFAULT_COLUMNS.get(rows[0]["workload"]["name"], OTHER_COLUMNS)
-        if len(newest) > 1 or rows[0]["hardware"].get("gpus"):
-            parts.append(f"**`{key[0].split(',')[0]}`**\n\n" + table(rows, metrics, names))
-    return "\n\n".join(parts)
+    """One line a stage, one number for every context that has more than one stage or a GPU."""
+    columns = [
+        (key, newest)
+        for key, newest in newest_rows(workloads)
+        if len(newest) > 1 or next(iter(newest.values()))[0]["hardware"].get("gpus")
+    ]
+    heads, sources = ["stage"], []
+    for (work, model, place, sha256), newest in columns:
+        workload = work.split(",")[0]
+        title, _ = COLUMNS[_ladder_metric(workload)]
+        where = (workload, model.split(",")[0].removesuffix(" checkpoint"), place.split(",")[0])
+        heads.append(f"{title}<br><small>{'<br>'.join(where)}</small>")
+        names = ", ".join(dict.fromkeys(f"`{name}`" for _, name in newest.values()))
+        commits = ", ".join(dict.fromkeys(commit(row) for row, _ in newest.values()))
+        sources.append(f"{workload} `{sha256}` from {names}, commit {commits}")
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(columns)]
+    for stage in sorted({stage for _, newest in columns for stage in newest}):
+        cells = [stage]
+        for (work, *_), newest in columns:
+            metric = _ladder_metric(work.split(",")[0])
+            row = newest[stage][0] if stage in newest else None
+            has_value = row is not None and metric in row["medians"]
+            cells.append(
+                format(row["medians"][metric], COLUMNS[metric][1]) if row and has_value else "-"
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    note = f"<small>Medians. Under `bench/results`: {'; '.join(sources)}.</small>"
+    return "\n".join([*lines, "", note]) if columns else ""
+
+
+def _ladder_metric(workload: str) -> str:
+    """What a workload is about."""
+    return "gap_ms.p99" if DEFAULT_COLUMNS.get(workload) == GAP_COLUMNS else "tokens_per_second"
 
 
 def _find(name: str, stage: str, workload: str, wanted: dict[str, str]) -> Row:
@@ -234,8 +284,12 @@ def sweep(name: str, option: str, metrics: Sequence[str]) -> str:
     """One line per value of an option, with every run's value."""
     groups: dict[tuple[Any, str], list[Row]] = {}
     for row in rows_of(name):
+        if option not in row["config"] or any(m not in row["medians"] for m in metrics):
+            continue  # it failed, and stays in the file
         mixed = str(row["config"].get("mixed_batch", "unified"))
         groups.setdefault((row["config"][option], mixed), []).append(row)
+    if not groups:
+        return f"`bench/results/{name}` has no row with these numbers yet."
     ordered = sorted(groups.items(), key=lambda item: (item[0][1] != "unified", item[0][0]))
     headers = [f"`{option}`", *(COLUMNS[m][0] for m in metrics)]
     lines = ["| " + " | ".join(headers) + " |", "|---|" + "---:|" * len(metrics)]
@@ -257,6 +311,25 @@ def sweep(name: str, option: str, metrics: Sequence[str]) -> str:
                 f"commit {commit(first)}.</small>"
             ),
         ]
+    )
+
+
+def swept(name: str) -> str:
+    """Every point of a sweep by name, from files sweep_NAME*.json: a table per workload and
+    machine."""
+    parts = []
+    for file in files():
+        if not Path(file).name.startswith(f"sweep_{name.replace('-', '_')}"):
+            continue
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for row in rows_of(file):
+            groups.setdefault(context(row), []).append(row)
+        for key, rows in groups.items():
+            workload = key[0].split(",")[0]
+            metrics = DEFAULT_COLUMNS.get(workload, OTHER_COLUMNS)
+            parts.append(f"**`{workload}`**\n\n" + table(rows, metrics, file))
+    return "\n\n".join(parts) or (
+        f"No result of `python -m bench.sweep {name}` in this repository yet."
     )
 
 

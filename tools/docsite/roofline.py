@@ -9,8 +9,8 @@ import json
 import math
 from dataclasses import dataclass
 
+from bench.svg import FAINT, INK, LINE, Picture
 from tools.docsite import ROOT, results
-from tools.svg import FAINT, INK, LINE, Picture
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 RATES = "kernels_h200.json"
