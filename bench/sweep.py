@@ -9,6 +9,7 @@ mixed-batch      01: decodes and chunks in one forward pass (unified), or in two
 graphs           00, 01 and 02: CUDA graphs, or none
 regimes          01 and 02, 02 without its deferral too, by attention backend and mix of decodes
                  and prompts
+parallel         04: one device, two that share the model, two replicas; with four GPUs, four too
 
 A point is a process in every round; it runs all workloads of the sweep. How long all of it takes at
 most is printed first. Files are those of `bench.compare`, in a directory named after the sweep.
@@ -31,7 +32,7 @@ from bench.rounds import Contender, RunOptions, run_comparison
 from bench.workloads import WorkloadName
 from shared.cli import run_main
 
-SweepName = Literal["budget", "batched-tokens", "mixed-batch", "graphs", "regimes"]
+SweepName = Literal["budget", "batched-tokens", "mixed-batch", "graphs", "regimes", "parallel"]
 
 GPU_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 CPU_TOKENS = (32, 64, 128, 256, 512, 1024)  # the long prompts have 1,024
@@ -62,15 +63,19 @@ class Place:
 
     on_gpu: bool
     backends: tuple[str, ...]
+    devices: int = 2
+    """How many there may be in a point."""
 
     @classmethod
     def here(cls, flags: Sequence[str]) -> Place:
         """Of this machine, with the device that the flags name."""
         if not _on_gpu(flags):
             return cls(False, ("torch",))
+        import torch  # here: --help does without
+
         backends = ("triton", "flash_attn")
         missing = importlib.util.find_spec("flash_attn") is None
-        return cls(True, backends[:1] if missing else backends)
+        return cls(True, backends[:1] if missing else backends, torch.cuda.device_count())
 
 
 def _on_gpu(flags: Sequence[str]) -> bool:
@@ -121,16 +126,32 @@ def regimes(place: Place, values: Sequence[int]) -> Points:
     return points, ["decode_gap_many", _busy(place), "decode_gap_few"]
 
 
+def parallel(place: Place, values: Sequence[int]) -> Points:
+    sizes = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)]
+    points = [
+        _point("04", data_parallel_size=replicas, tensor_parallel_size=ranks)
+        for replicas, ranks in sizes
+        if replicas * ranks <= place.devices
+    ]
+    return points, ["batch1", "batch8", "nano", "nano_double"]
+
+
 SWEEPS: dict[SweepName, Callable[[Place, Sequence[int]], Points]] = {
     "budget": budget,
     "batched-tokens": batched_tokens,
     "mixed-batch": mixed_batch,
     "graphs": graphs,
     "regimes": regimes,
+    "parallel": parallel,
 }
 assert tuple(SWEEPS) == get_args(SweepName)
 
-STAGES = {"00": "00_baseline", "01": "01_chunked_prefill", "02": "02_batch_reorder"}
+STAGES = {
+    "00": "00_baseline",
+    "01": "01_chunked_prefill",
+    "02": "02_batch_reorder",
+    "04": "04_dp_tp",
+}
 
 
 def _busy(place: Place) -> WorkloadName:

@@ -27,6 +27,7 @@ from shared.models.config import ModelConfig
 
 WorkloadName = Literal[
     "nano",
+    "nano_double",
     "decode_gap",
     "decode_gap_busy",
     "decode_gap_many",
@@ -185,11 +186,14 @@ def _nano_lengths() -> list[tuple[int, int]]:
     return [(prompt, random.randint(100, 1024)) for prompt in prompts]
 
 
-def _nano(scale: Scale, ids: TokenIds) -> Built:
-    lengths = _nano_lengths()
-    if scale == "cpu":  # a quarter of the requests, an eighth of their lengths: 12-128
-        lengths = [(prompt // 8, output // 8) for prompt, output in lengths[:64]]
-    return [Request(ids.draw(prompt), output) for prompt, output in lengths], None
+def _nano(times: int) -> Callable[[Scale, TokenIds], Built]:
+    def build(scale: Scale, ids: TokenIds) -> Built:
+        lengths = _nano_lengths()
+        if scale == "cpu":  # a quarter of the requests, an eighth of their lengths: 12-128
+            lengths = [(prompt // 8, output // 8) for prompt, output in lengths[:64]]
+        return [Request(ids.draw(prompt), output) for prompt, output in times * lengths], None
+
+    return build
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,8 @@ def _batch(size: int, prompt: int) -> Callable[[Scale, TokenIds], Built]:
 
 
 _BUILDERS: dict[WorkloadName, Callable[[Scale, TokenIds], Built]] = {
-    "nano": _nano,
+    "nano": _nano(1),
+    "nano_double": _nano(2),  # for two replicas: each has as much to do as one has with `nano`
     **{name: _gaps(sizes) for name, sizes in _GAPS.items()},
     "shared_prefix": _shared_prefix,
     "batch1": _batch(1, 16),

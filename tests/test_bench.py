@@ -49,6 +49,15 @@ FROZEN = {
     ("nano", "full_large", QWEN_VOCABULARY): (
         "fdbf09f441c0d8bdfe18000b57476e347532ce43b4931d81c2a5b390a3a463e0"
     ),
+    ("nano_double", "cpu", TINY_VOCABULARY): (
+        "614167b8e38dfc179aa7dc3db63a6d44550041a4260871dba8a30f2641ab2503"
+    ),
+    ("nano_double", "full", QWEN_VOCABULARY): (
+        "92c5e8e722d23410256084d687679a99d73e3a77a4b770afc449d45e9b004726"
+    ),
+    ("nano_double", "full_large", QWEN_VOCABULARY): (
+        "92c5e8e722d23410256084d687679a99d73e3a77a4b770afc449d45e9b004726"
+    ),
     ("decode_gap", "cpu", TINY_VOCABULARY): (
         "42a51a48b9c5164fd933dd91de7afb569ad1897e74aac6f4d3fda52b6f710556"
     ),

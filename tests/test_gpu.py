@@ -6,6 +6,7 @@ The contract itself also runs there: `pytest tests/test_contract.py` uses a GPU 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 from collections.abc import Iterator
@@ -86,6 +87,39 @@ def test_graphs_change_no_token(references: Any, stage: str) -> None:
     # Sampled rows as well: the noise is the same, and logits differ by rounding at most.
     same = sum(results[0][key] == results[1][key] for key in results[0])
     assert same >= len(requests) - 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_two_gpus_say_what_one_says(references: Any, enforce_eager: bool) -> None:
+    """With collectives inside the graphs, and without graphs."""
+    module, requests = steps.load("02_batch_reorder"), mixed_requests(40, 128)
+    config = module.Config(
+        model=str(references("base").directory),
+        dtype="float32",
+        max_model_length=1024,
+        max_num_batched_tokens=1024,
+        max_num_sequences=24,
+        num_kvcache_blocks=400,
+        gpu_memory_utilization=0.5,
+        enforce_eager=enforce_eager,
+    )
+    ends: list[Exception] = []
+    results = []
+    for size in (1, 2):
+        runner = None
+        if size > 1:
+            wanted = config.replace(tensor_parallel_size=size)
+            runner = importlib.import_module("steps.04_dp_tp.runner").start_group(
+                wanted, module.Engine.decodes_in_front, ends.append
+            )
+        one = module.Engine(config, runner)
+        results.append({k: tokens_of(v) for k, v in drive(one, requests).items()})
+        assert (one.stats().graph_steps > 0) != enforce_eager
+        one.close()
+    assert ends == []
+    same = sum(results[0][key] == results[1][key] for key in results[0])
+    assert same >= len(requests) - 2
 
 
 def prompt_logprobs(one: Any, prompts: list[list[int]]) -> torch.Tensor:

@@ -102,6 +102,17 @@ def test_a_second_request_has_the_same_time(server: ServerThread) -> None:
     error_of(read_all(connection), 408)
 
 
+def test_an_answer_does_not_wait_to_be_acknowledged(server: ServerThread) -> None:
+    """Its head and its body are sent apart. The best of many: others may need the processor."""
+    seconds = []
+    with httpx.Client(base_url=server.url) as http:
+        for _ in range(30):
+            begin = time.perf_counter()
+            http.get("/version")
+            seconds.append(time.perf_counter() - begin)
+    assert min(seconds[5:]) < 0.03
+
+
 def test_a_long_answer_has_no_deadline(server: ServerThread) -> None:
     server.engine_in_thread.step, step = slowed(server.engine_in_thread.step, 0.01)
     try:

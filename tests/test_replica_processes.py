@@ -8,8 +8,11 @@ shows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -49,9 +52,9 @@ def pids_of(engine: Any) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Of a process: those that run."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [child for child in map(int, found) if is_running(child)]
+    """Of a process, whichever of its threads started them: those that run."""
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return sorted(child for child in map(int, itertools.chain(*lists)) if is_running(child))
 
 
 @pytest.mark.parametrize("build", ["Slow", "Stuck"])
@@ -173,28 +176,29 @@ def test_offline_one_replica_may_die() -> None:
     launcher = parallel("launch").Launcher(wanted, "tests.online:Slow")
     engine = parallel("engine").Engine(wanted, launcher.start_all())
     pids = [client.ready_info.pid for client in engine._clients]
-    for number in range(4):
-        engine.add_request(str(number), [number], params(100))
-    engine.step()
-    os.kill(pids[0], signal.SIGKILL)
-    errors: dict[str, str | None] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finish_reason is not None:
-                errors[output.request_id] = output.error
-    killed = "the engine process was killed by SIGKILL"
-    assert sorted(errors.values(), key=str) == [None, None, killed, killed]
-    for number in range(4):  # all of them to the one that lives
-        engine.add_request(str(number), [number], params(5))
-    while engine.has_unfinished_requests():
-        assert all(output.error is None for output in engine.step())
-    os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: not is_running(pids[1]))
-    with pytest.raises(EngineDeadError, match="SIGKILL"):  # it is noticed before anything is sent
-        engine.add_request("late", [1], params(5))
-    with pytest.raises(EngineDeadError, match="SIGKILL"):
+    with contextlib.closing(engine):
+        for number in range(4):
+            engine.add_request(str(number), [number], params(100))
         engine.step()
-    engine.close()
+        os.kill(pids[0], signal.SIGKILL)
+        errors: dict[str, str | None] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finish_reason is not None:
+                    errors[output.request_id] = output.error
+        killed = "the engine process was killed by SIGKILL"
+        assert sorted(errors.values(), key=str) == [None, None, killed, killed]
+        for number in range(4):  # all of them to the one that lives
+            engine.add_request(str(number), [number], params(5))
+        while engine.has_unfinished_requests():
+            assert all(output.error is None for output in engine.step())
+        os.kill(pids[1], signal.SIGKILL)
+        select.select([engine._clients[1].transport.lifeline], [], [], SECONDS)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):  # before anything is sent to it
+            engine.add_request("late", [1], params(5))
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            engine.step()
+    assert not any(map(is_running, pids))
 
 
 @contextmanager

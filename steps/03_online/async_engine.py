@@ -196,9 +196,6 @@ class AsyncEngine:
         """The engines behind this front end: this one. A later stage has several."""
         return (self,)
 
-    def max_queued_requests(self) -> int:
-        return self.max_queued_requests
-
     @property
     def stats(self) -> EngineStats:
         """The newest that has come: at most 50 ms old while the engine is busy."""

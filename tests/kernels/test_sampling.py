@@ -347,6 +347,12 @@ class TestOnGpu:
             scores = logits[row, pair].float() + temperature[row] * gumbel_reference(hashed)
             assert (scores[1] - scores[0]).item() <= 2e-5 * max(1.0, temperature[row].item())
 
+    @pytest.mark.parametrize("num_ranks", [2, 3, 8])
+    def test_ranks_together_choose_what_one_would(self, num_ranks: int) -> None:
+        for num_rows in (1, 64):
+            batch = tuple(x.cuda() for x in _batch(num_rows, 151936, torch.bfloat16))
+            assert _in_shards(num_ranks, batch) == gumbel_argmax(*batch).tolist()
+
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
         batch = [x.cuda() for x in _batch(64, 151936, torch.bfloat16)]
         ids = gumbel_argmax(*batch).tolist()

@@ -5,7 +5,7 @@
     {{ at PATH NAME }}                a link to it, in a sentence
     {{ changed STAGE }}               files, lines, folded differences, what is reused unchanged
     {{ results STAGE WORKLOAD,... against=STAGE,... without=FILE,... }}
-    {{ ladder WORKLOAD,... }}         newest row of every stage
+    {{ ladder WORKLOAD,... }}         one number of every stage, newest
     {{ plot gaps|throughput|tradeoff WORKLOAD }}
     {{ plot goodput }}                curves of every online rate sweep
     {{ sweep FILE OPTION METRIC,... }}

@@ -212,15 +212,39 @@ def newest_rows(workloads: Sequence[str]) -> list[tuple[tuple[str, ...], Newest]
 
 
 def ladder(workloads: Sequence[str]) -> str:
-    """The newest row of every stage, for every context that has more than one stage or a GPU."""
-    parts = []
-    for key, newest in newest_rows(workloads):
-        rows = [newest[stage][0] for stage in sorted(newest)]
-        names = ", ".join(dict.fromkeys(newest[stage][1] for stage in sorted(newest)))
-        metrics = DEFAULT_COLUMNS.get(rows[0]["workload"]["name"], OTHER_COLUMNS)
-        if len(newest) > 1 or rows[0]["hardware"].get("gpus"):
-            parts.append(f"**`{key[0].split(',')[0]}`**\n\n" + table(rows, metrics, names))
-    return "\n\n".join(parts)
+    """One line a stage, one number for every context that has more than one stage or a GPU."""
+    columns = [
+        (key, newest)
+        for key, newest in newest_rows(workloads)
+        if len(newest) > 1 or next(iter(newest.values()))[0]["hardware"].get("gpus")
+    ]
+    heads, sources = ["stage"], []
+    for (work, model, place, sha256), newest in columns:
+        workload = work.split(",")[0]
+        title, _ = COLUMNS[_ladder_metric(workload)]
+        where = (workload, model.split(",")[0].removesuffix(" checkpoint"), place.split(",")[0])
+        heads.append(f"{title}<br><small>{'<br>'.join(where)}</small>")
+        names = ", ".join(dict.fromkeys(f"`{name}`" for _, name in newest.values()))
+        commits = ", ".join(dict.fromkeys(commit(row) for row, _ in newest.values()))
+        sources.append(f"{workload} `{sha256}` from {names}, commit {commits}")
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(columns)]
+    for stage in sorted({stage for _, newest in columns for stage in newest}):
+        cells = [stage]
+        for (work, *_), newest in columns:
+            metric = _ladder_metric(work.split(",")[0])
+            row = newest[stage][0] if stage in newest else None
+            has_value = row is not None and metric in row["medians"]
+            cells.append(
+                format(row["medians"][metric], COLUMNS[metric][1]) if row and has_value else "-"
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    note = f"<small>Medians. Under `bench/results`: {'; '.join(sources)}.</small>"
+    return "\n".join([*lines, "", note]) if columns else ""
+
+
+def _ladder_metric(workload: str) -> str:
+    """What a workload is about."""
+    return "gap_ms.p99" if DEFAULT_COLUMNS.get(workload) == GAP_COLUMNS else "tokens_per_second"
 
 
 def _find(name: str, stage: str, workload: str, wanted: dict[str, str]) -> Row:
