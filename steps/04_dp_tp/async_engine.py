@@ -182,9 +182,14 @@ class AsyncEngine:
         return sum(replica.num_unfinished for replica in self.replicas)
 
     @property
+    def error(self) -> Exception | None:
+        """Why the last of the replicas has ended; None while any of them lives."""
+        return None if self._live else self.replicas[-1].engine.error
+
+    @property
     def is_alive(self) -> bool:
         """Is there a replica that lives?"""
-        return bool(self._live)
+        return self.error is None
 
     def check_request(
         self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
@@ -221,8 +226,8 @@ class AsyncEngine:
         return [replica for replica in self.replicas if replica.is_alive]
 
     def _check_alive(self) -> None:
-        if not self.is_alive:
-            raise online("client").EngineDeadError("no replica is running")
+        if self.error is not None:
+            raise online("client").dead(self.error)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
