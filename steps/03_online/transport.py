@@ -138,6 +138,11 @@ class Transport(ABC):
                 self._context.term()
         return self._ended
 
+    def reap(self) -> None:
+        """Wait for an engine that has ended until it is gone. In any thread; `close` then returns
+        at once."""
+        self._end(in_time=True)
+
     def _has_ended_within(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         while (remaining := deadline - time.monotonic()) > 0:
@@ -153,7 +158,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _end(self, in_time: bool) -> str:
-        """By force if not `in_time`. Returns how it ended."""
+        """By force if not `in_time`. Returns how it ended. Idempotent."""
 
 
 class ProcessTransport(Transport):
