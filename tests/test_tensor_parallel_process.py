@@ -252,6 +252,13 @@ def test_an_error_in_a_step_ends_the_group(caplog: pytest.LogCaptureFixture) -> 
     engine.close()
 
 
+def test_where_ranks_meet_nobody_else_gets_in() -> None:
+    store = parallel("group").open_store()
+    socket.create_connection(("127.0.0.1", store.port), SECONDS).close()
+    with pytest.raises(ConnectionRefusedError):  # another address of this machine
+        socket.create_connection(("127.0.0.2", store.port), SECONDS)
+
+
 # --- the channel ----------------------------------------------------------------------------------
 
 

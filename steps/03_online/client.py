@@ -320,10 +320,10 @@ def wait_for_any(clients: Sequence[EngineClient], timeout: float | None = None) 
         poll.register(client.transport.endpoint.fileno(), select.POLLIN)
         poll.register(client.transport.lifeline.fileno(), select.POLLIN)
     for descriptor, _ in poll.poll(None if timeout is None else math.ceil(timeout * 1e3)):
-        client = lifelines.get(descriptor)
+        heard = lifelines.get(descriptor)
         # What it has said before comes first.
-        if client is not None and not client.transport.endpoint.can_receive:
-            client.listen_for_end()
+        if heard is not None and not heard.transport.endpoint.can_receive:
+            heard.listen_for_end()
 
 
 def _thread(build: str | Build | None) -> Transport:
