@@ -54,7 +54,7 @@ def cluster(environment: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster = cluster_utils.Cluster()
     try:
         cluster.add_node(num_cpus=1, include_dashboard=False)
-        cluster.add_node(num_cpus=2)
+        cluster.add_node(num_cpus=2, num_gpus=2)  # which it believes
         environment.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
     finally:
@@ -68,8 +68,9 @@ def start(cluster: Any) -> Iterator[Callable[..., Any]]:
     """Starts an engine that is over at the end of the test, with everything that belongs to it."""
     clients: list[Any] = []
 
-    def start(build: str, size: int = 1) -> Any:
-        on_ray = config(1, distributed_backend="ray", tensor_parallel_size=size)
+    def start(build: str, size: int = 1, **options: Any) -> Any:
+        options = {"tensor_parallel_size": size, **options}
+        on_ray = config(1, distributed_backend="ray", **options)
         clients.append(parallel("launch").Launcher(on_ray, f"tests.online:{build}").start(0))
         return clients[-1]
 
@@ -143,16 +144,26 @@ def test_engines_on_two_nodes_at_once(start: Callable[..., Any]) -> None:
     assert finish(clients[1]) == {"again": expected_output([1], 5, VOCABULARY)}
 
 
-def test_tokens_are_those_of_the_engine_in_this_process(cluster: Any) -> None:
+@pytest.mark.parametrize("data, tensor", [(2, 1), (1, 2)])
+def test_tokens_are_those_of_the_engine_in_this_process(
+    cluster: Any, data: int, tensor: int
+) -> None:
     prompts = ["ROMEO:\n", "To be, or not to be", [1, 2, 3], [4, 5]]
     options: dict[str, Any] = {"num_kvcache_blocks": 100, "dtype": "float32", "device": "cpu"}
     sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=20)
     with steps.load("01_chunked_prefill").LLM(**options) as llm:
         expected = [out.token_ids for out in llm.generate(prompts, sampled)]
-    with steps.load("04_dp_tp").LLM(
-        **options, distributed_backend="ray", data_parallel_size=2
-    ) as llm:
+    options |= {"data_parallel_size": data, "tensor_parallel_size": tensor}
+    with steps.load("04_dp_tp").LLM(**options, distributed_backend="ray") as llm:
         assert [out.token_ids for out in llm.generate(prompts, sampled)] == expected
+
+
+def test_every_rank_has_a_gpu_where_there_are_some(start: Callable[..., Any]) -> None:
+    client = start("FakeEngine", size=2, device="auto")
+    pid = client.wait_until_ready().pid
+    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    assert "CUDA_VISIBLE_DEVICES=0,1" in environment
 
 
 def test_what_a_reader_did_not_take_waits_merged(start: Callable[..., Any]) -> None:

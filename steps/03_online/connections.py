@@ -18,6 +18,7 @@ import logging
 import socket
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -198,7 +199,11 @@ class LimitedProtocol(H11Protocol):
             ("Connection", "close"),
         ]
         for event in (
-            h11.Response(status_code=error.status_code, headers=headers),
+            h11.Response(
+                status_code=error.status_code,
+                headers=headers,
+                reason=HTTPStatus(error.status_code).phrase,
+            ),
             h11.Data(data=content),
             h11.EndOfMessage(),
         ):

@@ -52,7 +52,7 @@ Ending = tuple[bytes, str]
 
 class RayTransport(Transport):
     """The front end's side. Whatever is lost, the engine, its actor, or their node, shows within
-    ten seconds as the end of the lifeline, and so does a cluster that has no room.
+    ten seconds as the end of the lifeline. So does, after PLACEMENT_SECONDS, that there is no room.
 
     The end of the front end, even by kill -9, ends the actor: Ray kills what its owner left.
     """

@@ -239,7 +239,7 @@ def test_several_gpus_are_compared_with_one(stored: Path) -> None:
         stored_row("04_p", speed, data_parallel_size=data, tensor_parallel_size=tensor)
         for data, tensor, speed in ((2, 1, 190.0), (1, 1, 90.0), (1, 1, 100.0), (1, 2, 150.0))
     ]
-    (stored / "parallel.json").write_text(json.dumps(rows))
+    (stored / "sweep_parallel.json").write_text(json.dumps(rows))
     online = [
         {**online_row("x", 8.0, speed), "stage": "04_p", "config": {"data_parallel_size": data}}
         for data, speed in ((1, 3.0), (2, 5.5))

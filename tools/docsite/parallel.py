@@ -27,7 +27,7 @@ def tables(stage: str, names: Sequence[str]) -> str:
     for name in names:
         found = [
             _table(rows, metrics, source)
-            for source in results.compared()
+            for source in results.files()
             for metrics, rows in (*_offline(source, name), *_online(source, name))
             if any(row["stage"] == stage and _size(row) != (1, 1) for row in rows)
         ]
