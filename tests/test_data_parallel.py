@@ -171,6 +171,18 @@ def test_refusals_name_the_request() -> None:
         assert outputs["good"].finish_reason == "length"
 
 
+def test_a_closed_engine_says_so() -> None:
+    with replicas(Slow) as engine:
+        engine.add_request("a", [1], params(100))
+        engine.step()
+        engine.close()
+        for call in (engine.step, lambda: engine.add_request("b", [1], params(5))):
+            with pytest.raises(EngineDeadError, match="closed"):
+                call()
+        engine.abort_request("a")
+        assert not engine.has_unfinished_requests()
+
+
 def test_a_start_that_fails_leaves_nothing() -> None:
     clients = launch.Launcher(config(), unusable, True).start_all()
     with pytest.raises(ValueError, match="num_kvcache_blocks=7"):

@@ -403,3 +403,37 @@ def test_every_engine_can_be_served(engine: str) -> None:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT).json()
         assert answer["usage"]["completion_tokens"] == 8
         ended(server)
+
+
+@pytest.mark.slow
+def test_replicas_of_several_ranks() -> None:
+    """A killed replica takes its ranks along; the next one has its own."""
+
+    def tree(pid: int) -> list[int]:
+        return [pid, *(one for child in children_of(pid) for one in tree(child))]
+
+    with serving(*REPLICAS, "--tensor-parallel-size", "2", stage=STAGE) as server:
+        url = server.url()
+        settings = httpx.get(f"{url}/debug/stats", timeout=TIMEOUT).json()["settings"]
+        assert (settings["data_parallel_size"], settings["tensor_parallel_size"]) == (2, 2)
+        body = {"prompt": "ROMEO:\n", "max_tokens": 8, "temperature": 0}
+
+        def answers() -> set[str]:
+            posted = (
+                httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT) for _ in range(2)
+            )
+            return {answer.json()["choices"][0]["text"] for answer in posted}
+
+        before = answers()
+        assert len(before) == 1
+        killed, kept = (tree(engine["pid"]) for engine in engines_of(url))
+        assert len(killed) == len(kept) == 2
+        os.kill(killed[0], signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, killed)))
+        wait_until(lambda: httpx.get(f"{url}/health").json().get("status") == "ok", seconds=TIMEOUT)
+        assert answers() == before
+        assert tree(engines_of(url)[1]["pid"]) == kept
+        everyone = tree(server.process.pid)[1:]
+        assert len(everyone) == 4
+        ended(server)
+        assert not any(map(is_running, everyone))

@@ -147,11 +147,31 @@ def test_while_one_is_down_the_other_has_all() -> None:
             await tokens_of(engine.generate("fatal", [FATAL], params(3)))
         assert not engine.is_alive
         for call in (engine.generate, lambda name, *request: engine.check_request(*request)):
-            with pytest.raises(EngineDeadError, match="bad luck"):
+            with pytest.raises(EngineDeadError, match="no replica is running"):
                 call("late", [1], params(1))
         assert engine.stats.running == 0
 
     with_replicas(Mortal, use)
+
+
+def test_close_fails_what_is_unfinished() -> None:
+    """As by who stops the server, not by a fault."""
+    closed = online("client").EngineClosedError
+
+    async def main() -> None:
+        engine = await AsyncEngine.start(config(), in_process=True, build=Behind(Slow))
+        streams = [engine.generate(str(i), [i], params(8000)) for i in range(2)]
+        reading = [asyncio.create_task(tokens_of(stream)) for stream in streams]
+        await asyncio.sleep(0.05)
+        await engine.close()
+        results = await asyncio.gather(*reading, return_exceptions=True)
+        assert [type(result) for result in results] == [closed, closed]
+        with pytest.raises(closed):
+            engine.generate("late", [1], params(1))
+        assert isinstance(engine.error, closed)
+        assert [replica.num_restarts for replica in engine.replicas] == [0, 0]
+
+    run(main())
 
 
 def test_starts_that_fail_come_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:

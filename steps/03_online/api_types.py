@@ -200,7 +200,7 @@ class ChatRequest(GenerationRequest):
     """This many most probable tokens in every place; needs logprobs."""
     max_completion_tokens: int | None = None
     """The newer name of max_tokens. Default: as many as fit."""
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: variables of the chat template, such as Qwen3's enable_thinking."""
     prompt_cache_key: str | None = None
     """Taken and not used, as user: equal beginnings are found without it."""
@@ -236,7 +236,7 @@ class TokenizeRequest(ApiRequest):
     """Default: true for a prompt, false for messages, whose template writes its own."""
     add_generation_prompt: bool | None = None
     """Of messages: up to where the answer begins. Default: true."""
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(ApiRequest):

@@ -320,10 +320,10 @@ def wait_for_any(clients: Sequence[EngineClient], timeout: float | None = None) 
         poll.register(client.transport.endpoint.fileno(), select.POLLIN)
         poll.register(client.transport.lifeline.fileno(), select.POLLIN)
     for descriptor, _ in poll.poll(None if timeout is None else math.ceil(timeout * 1e3)):
-        heard = lifelines.get(descriptor)
+        client_at_end = lifelines.get(descriptor)
         # What it has said before comes first.
-        if heard is not None and not heard.transport.endpoint.can_receive:
-            heard.listen_for_end()
+        if client_at_end is not None and not client_at_end.transport.endpoint.can_receive:
+            client_at_end.listen_for_end()
 
 
 def _thread(build: str | Build | None) -> Transport:

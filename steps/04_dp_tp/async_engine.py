@@ -135,6 +135,7 @@ class AsyncEngine:
         self.max_queued_requests = max_queued_requests
         limits = self.info.limits
         self._router = Router(len(replicas), config.routing, limits.block_size, limits.num_blocks)
+        self._is_closed = False
         self._seeds = np.random.default_rng(config.seed)
         self._keepers = [
             asyncio.create_task(replica.keep(self._router.forget)) for replica in replicas
@@ -183,13 +184,18 @@ class AsyncEngine:
 
     @property
     def error(self) -> Exception | None:
-        """Why the last of the replicas has ended; None while any of them lives."""
-        return None if self._live else self.replicas[-1].engine.error
+        """Why nothing is served; None while a replica lives."""
+        if self._live:
+            return None
+        client = online("client")
+        if self._is_closed:
+            return client.EngineClosedError("the engine is closed")
+        return client.EngineDeadError("no replica is running")
 
     @property
     def is_alive(self) -> bool:
         """Is there a replica that lives?"""
-        return self.error is None
+        return bool(self._live)
 
     def check_request(
         self, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
@@ -218,6 +224,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End all replicas; what is unfinished fails with EngineDeadError. Idempotent."""
+        self._is_closed = True
         await _cancelled(self._keepers)
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
@@ -226,8 +233,8 @@ class AsyncEngine:
         return [replica for replica in self.replicas if replica.is_alive]
 
     def _check_alive(self) -> None:
-        if self.error is not None:
-            raise online("client").dead(self.error)
+        if (error := self.error) is not None:
+            raise error
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:

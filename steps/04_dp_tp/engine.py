@@ -138,6 +138,7 @@ class Engine:
             self._clients[-1].check_alive()
 
     def close(self) -> None:
+        self._live.clear()
         with ThreadPoolExecutor() as pool:  # each waits for its engine to finish a step
             list(pool.map(lambda client: client.close(), self._clients))
 

@@ -43,15 +43,17 @@ class Make(msgspec.Struct):
 
 def open_store() -> dist.TCPStore:
     """Where the ranks find each other: in rank 0, on a free port of this machine alone."""
-    listener = socket.create_server((LOOPBACK, 0))  # the store's own would be open to everybody
-    return dist.TCPStore(
-        LOOPBACK,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=PATIENCE,
-        master_listen_fd=listener.detach(),
-    )
+    # A socket that the store opened for itself would listen on every interface, whatever host it is
+    # told, and whoever wrote to it could speak for a rank.
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return dist.TCPStore(
+            LOOPBACK,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=PATIENCE,
+            master_listen_fd=os.dup(listener.fileno()),  # which closes it
+        )
 
 
 def join(
