@@ -271,6 +271,8 @@ class AsyncEngine:
 
     async def _end(self, *timeout: float) -> None:
         self._unwatch()
+        if self._ending is not None:
+            await self._ending
         # In a thread: it waits for the engine to finish its step.
         await asyncio.to_thread(self._client.close, *timeout)
         self._note_end()
