@@ -109,6 +109,7 @@ class Transport(ABC):
     """Non-blocking."""
 
     _ended: str | None = None
+    _reaped: str | None = None
     _is_stuck = False
 
     def _open(self, address: str) -> None:
@@ -130,7 +131,7 @@ class Transport(ABC):
         """Wait for the engine, which has been told to end or has ended; by force after `timeout`
         seconds. Returns how it ended. Idempotent."""
         if self._ended is None:
-            self._ended = self._end(self._has_ended_within(timeout))
+            self._ended = self._reaped or self._end(self._has_ended_within(timeout))
             self.connected()
             self.lifeline.close()
             self.endpoint.close(lost=True)
@@ -141,7 +142,7 @@ class Transport(ABC):
     def reap(self) -> None:
         """Wait for an engine that has ended until it is gone. In any thread; `close` then returns
         at once."""
-        self._end(in_time=True)
+        self._reaped = self._end(in_time=True)
 
     def _has_ended_within(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
@@ -158,7 +159,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _end(self, in_time: bool) -> str:
-        """By force if not `in_time`. Returns how it ended. Idempotent."""
+        """By force if not `in_time`. Returns how it ended."""
 
 
 class ProcessTransport(Transport):
