@@ -133,6 +133,14 @@ class Stuck(FakeEngine):
             time.sleep(60)
 
 
+class Busy(FakeEngine):
+    """Its second step takes a while."""
+
+    def before_step(self) -> None:
+        if self.num_steps == 2:
+            time.sleep(0.3)
+
+
 class Fussy(FakeEngine):
     """Refuses what every other engine would take."""
 

@@ -17,7 +17,7 @@ from shared.engine.stats import EngineStats, StepCounters, total
 from shared.outputs import StepOutput
 from tests.engine_contract import EngineContract
 from tests.fakes import VOCABULARY, expected_output
-from tests.online import Dying, FakeEngine, Fussy, Slow, engine_in_thread, online, unusable
+from tests.online import Busy, Dying, FakeEngine, Fussy, Slow, engine_in_thread, online, unusable
 from tests.parallel import FATAL, Behind, Mortal, config, parallel
 from tests.reference import Reference
 from tests.test_online_engine import params
@@ -209,6 +209,18 @@ def test_the_smallest_replica_says_what_is_possible() -> None:
     with pytest.raises(ValueError, match="max_model_length=640"):
         engine.check_request([1] * 700, params(5))
     engine.close()
+
+
+def test_what_found_no_room_is_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online("transport"), "MAX_COMMANDS_IN_FLIGHT", 1)
+    with replicas(Busy, 1) as engine:
+        for i in range(9):
+            engine.add_request(str(i), [1], params(100))
+        engine.step()
+        for i in range(9):
+            engine.abort_request(str(i))
+        engine.add_request("late", [1], params(5))
+        assert finish(engine)["late"].new_token_ids == expected_output([1], 5, VOCABULARY)
 
 
 def test_statistics_add_up() -> None:

@@ -230,6 +230,23 @@ def test_offline_one_replica_may_die() -> None:
     assert not any(map(is_running, pids))
 
 
+def test_offline_closing_may_wait_for_the_end_of_the_program() -> None:
+    """When an interpreter starts no threads any more."""
+    script = """
+        import atexit
+        from tests.parallel import config, parallel
+        wanted = config()
+        launcher = parallel("launch").Launcher(wanted, "tests.online:Slow")
+        engine = parallel("engine").Engine(wanted, launcher.start_all())
+        atexit.register(engine.close)
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=True,
+    )  # fmt: skip
+    assert process.stderr == ""
+
+
 @contextmanager
 def front_end(build: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A program of its own with two replicas that work, and their process ids."""

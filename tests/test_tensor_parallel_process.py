@@ -142,12 +142,20 @@ def test_a_stopped_worker_does_not_outlive_its_front_end() -> None:
         os.kill(pids[1], signal.SIGSTOP)
         time.sleep(0.2)
         client.close(timeout=0.5)
-        assert not is_running(pids[0])
-        os.kill(pids[1], signal.SIGCONT)
 
 
 @pytest.mark.slow
-def test_a_killed_front_end_takes_all_ranks_along() -> None:
+def test_a_stopped_worker_does_not_outlive_rank_0() -> None:
+    with replica() as (client, pids):
+        os.kill(pids[1], signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="engine process was killed by SIGKILL"):
+            tokens_until(client, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_killed_front_end_takes_all_ranks_along(is_stopped: bool) -> None:
     script = f"""
         import time
         from tests.test_tensor_parallel_process import BUILD, LONG, EngineClient, config
@@ -172,6 +180,8 @@ def test_a_killed_front_end_takes_all_ranks_along() -> None:
         pids = json.loads(process.stdout.readline())
         assert len(pids) == 2
         assert all(map(is_running, pids))
+        if is_stopped:
+            os.kill(pids[1], signal.SIGSTOP)
         process.kill()
         process.wait(SECONDS)
     wait_until(lambda: not any(map(is_running, pids)))

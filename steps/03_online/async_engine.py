@@ -20,7 +20,7 @@ from shared.outputs import StepOutput
 from shared.sampling_params import SamplingParams
 from shared.tokenizer import Tokenizer
 
-from .client import EngineClient, EngineClosedError, EngineDeadError, dead
+from .client import RETRY_SECONDS, EngineClient, EngineClosedError, EngineDeadError, dead
 from .config import Build, OnlineConfig
 from .messages import EngineInfo, Merged, Progress
 
@@ -32,9 +32,6 @@ __all__ = [
     "RequestRefused",
     "Stream",
 ]
-
-# Before commands that found no room are tried again: the engine is in a long step.
-RETRY_SECONDS = 0.01
 
 
 class QueueFull(RuntimeError):

@@ -40,6 +40,9 @@ from .messages import (
 )
 from .transport import END_SECONDS, ProcessTransport, ThreadTransport, Transport
 
+# Before commands that found no room are tried again: the engine is in a long step.
+RETRY_SECONDS = 0.01
+
 
 class EngineDeadError(RuntimeError):
     """The engine has ended, by a fault or by `close`; nothing more comes out of it."""
@@ -225,15 +228,20 @@ class EngineClient:
         if self.error is not None:
             raise dead(self.error)
 
-    def close(self, timeout: float = END_SECONDS) -> None:
-        """Tell the engine to end and wait until it has; by force after `timeout` seconds.
-        Idempotent."""
+    def stop(self) -> None:
+        """Tell the engine to end, without waiting for it; `close` does. Idempotent."""
         if self.error is None:
             self._pending.clear()
             self._command(Stop())
-            if not self.flush():
-                timeout = 0  # it cannot be told
+            is_told = self.flush()
             self._has_ended(None)
+            if not is_told:
+                self.transport.close(0)
+
+    def close(self, timeout: float = END_SECONDS) -> None:
+        """Tell the engine to end and wait until it has; by force after `timeout` seconds.
+        Idempotent."""
+        self.stop()
         self.transport.close(timeout)
 
     def _command(self, command: Command) -> None:

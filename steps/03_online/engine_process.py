@@ -259,7 +259,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The directory is there only while the two are not connected yet.
     directory = Path(address.removeprefix("ipc://")).parent
-    lifeline = take_lifeline(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+    def end_with_all() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        if os.getpgrp() == os.getpid():  # also what it has started and cannot notice anything
+            os.killpg(0, signal.SIGKILL)
+
+    lifeline = take_lifeline(end_with_all)
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING,

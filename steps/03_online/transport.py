@@ -10,6 +10,7 @@ the other one sees the end of that stream at once, also in the middle of a step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -167,8 +168,9 @@ class ProcessTransport(Transport):
 
     Started by its command line, not by forking and not by `multiprocessing`: nothing is pickled,
     nothing of the parent is imported a second time. Its process group is its own, so that Ctrl-C
-    on a terminal reaches the front end alone, which knows what to do about it. The directory is
-    removed as soon as both sides are connected, so that no way of dying leaves it behind.
+    on a terminal reaches the front end alone, which knows what to do about it, and so that all that
+    it has started ends with it, even what is stopped. The directory is removed as soon as both
+    sides are connected, so that no way of dying leaves it behind.
     """
 
     def __init__(
@@ -201,12 +203,12 @@ class ProcessTransport(Transport):
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _end(self, in_time: bool) -> str:
-        try:
-            status = self._process.wait(REAP_SECONDS if in_time else 0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        return how_it_ended(status)
+        # If in time, the kernel has closed its lifeline: how it ended is settled. But what it has
+        # started, which is of its group, may be unable to notice anything. The group's number is
+        # nobody else's until the process is reaped.
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return how_it_ended(self._process.wait())
 
 
 class ThreadTransport(Transport):

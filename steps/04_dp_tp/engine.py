@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -102,15 +102,15 @@ class Engine:
         """Wait for what any of the engines has done. Requests of one that has ended end with an
         error. Raises EngineDeadError if none is left."""
         outputs = self._take_unreported()
-        for client in self._live.values():
-            client.flush()
-        while not outputs and self.has_unfinished_requests():
+        while True:
+            are_sent = [client.flush() for client in self._live.values()]
+            if outputs or not self.has_unfinished_requests():
+                return outputs
             for client in self._live.values():
                 outputs += self._received(client)
             if not outputs:
-                self._look_for_ends(None)
+                self._look_for_ends(None if all(are_sent) else online("client").RETRY_SECONDS)
                 outputs = self._take_unreported()
-        return outputs
 
     def stats(self) -> EngineStats:
         """Of all engines that live; up to 50 ms old while they are busy."""
@@ -139,8 +139,12 @@ class Engine:
 
     def close(self) -> None:
         self._live.clear()
-        with ThreadPoolExecutor() as pool:  # each waits for its engine to finish a step
-            list(pool.map(lambda client: client.close(), self._clients))
+        # Not in threads: an interpreter that is about to exit starts none.
+        for client in self._clients:
+            client.stop()
+        deadline = time.monotonic() + online("transport").END_SECONDS
+        for client in self._clients:
+            client.close(max(0.0, deadline - time.monotonic()))
 
     def _received(self, client: Any) -> list[StepOutput]:
         outputs: list[StepOutput] = []

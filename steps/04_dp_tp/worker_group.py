@@ -182,7 +182,6 @@ class WorkerGroup:
                 stdin=their_lifeline.fileno(),
                 pass_fds=descriptors,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-                process_group=0,  # Ctrl-C on a terminal is for the front end alone
             )
         self._processes.append(process)
 
