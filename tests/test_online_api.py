@@ -70,7 +70,7 @@ def refused(prepare: Any, body: Any, model: Any) -> Any:
     return caught.value
 
 
-# Pitfall 26: no field is accepted and ignored.
+# No field is accepted and ignored.
 
 
 def test_every_field_of_openai_is_known() -> None:

@@ -112,10 +112,10 @@ def engine_pid(url: str) -> int:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_it_serves_and_drains(how: str) -> None:
-    """Pitfall 42: Ctrl-C reaches the engine as well, and must not end it before the drain."""
+    """Ctrl-C reaches the engine as well, and must not end it before the drain."""
     with serving() as server:
         url = server.url()
-        assert url.startswith("http://127.0.0.1:")  # pitfall 31: nobody else can reach it
+        assert url.startswith("http://127.0.0.1:")  # nobody else can reach it
         engine = engine_pid(url)
         assert is_alive(engine)
         with stream(url) as lines:
@@ -148,7 +148,6 @@ def test_a_second_signal_stops() -> None:
 
 
 def test_a_dead_engine_is_told_at_once() -> None:
-    """Pitfall 30."""
     with serving() as server:
         url = server.url()
         with stream(url, max_tokens=3000) as lines:

@@ -34,7 +34,7 @@ def server() -> Iterator[ServerThread]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Pitfall 9: after every test the pool is whole."""
+    """After every test the pool is whole."""
     yield
     if "server" in request.fixturenames:
         request.getfixturevalue("server").wait_idle()
@@ -304,7 +304,7 @@ def test_usage_in_every_chunk_on_request(http: httpx.Client) -> None:
 
 
 def test_characters_arrive_whole(http: httpx.Client, llm: Any) -> None:
-    """Pitfall 28: bytes of a character come in several tokens, and special tokens have no text."""
+    """Bytes of a character come in several tokens, and special tokens have no text."""
     ids = llm.tokenizer.encode("你<|im_end|>é")
     bias = dict.fromkeys(map(str, ids[:3]), 100)
     body = {"prompt": "x", "max_tokens": 12, "logit_bias": bias, "seed": 0, "ignore_eos": True}
@@ -316,7 +316,6 @@ def test_characters_arrive_whole(http: httpx.Client, llm: Any) -> None:
 
 
 def test_a_stop_string_across_tokens_never_shows(http: httpx.Client, llm: Any) -> None:
-    """Pitfall 29."""
     text = offline(llm, temperature=0, max_tokens=40).text
     stop = text[10:14]  # begins and ends inside words
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": stop}
@@ -332,7 +331,6 @@ def test_a_stop_string_across_tokens_never_shows(http: httpx.Client, llm: Any) -
 
 
 def test_finish_reasons_are_true(http: httpx.Client, llm: Any) -> None:
-    """Pitfall 27."""
     length = post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
     assert length["choices"][0]["finish_reason"] == "length"
     first = offline(llm, temperature=0, max_tokens=1).token_ids
@@ -355,7 +353,6 @@ def test_prefix_hits_are_counted(http: httpx.Client) -> None:
 
 
 def test_a_bad_request_harms_nobody_else(http: httpx.Client, server: ServerThread) -> None:
-    """Pitfall 24."""
     bad: list[Any] = [
         {"prompt": ""},
         {"prompt": [1] * 100_000},
@@ -554,7 +551,7 @@ def stream_by_hand(
 def test_who_leaves_frees_the_engine_and_only_its_own(
     server: ServerThread, http: httpx.Client, stream: bool
 ) -> None:
-    """Pitfall 25: within a step, streamed or not; somebody else's request goes on."""
+    """Within a step, streamed or not; somebody else's request goes on."""
     staying = {"prompt": "KING", "max_tokens": 100, "stream": True, "ignore_eos": True}
     with http.stream("POST", "/v1/completions", json=staying) as response:
         lines = response.iter_lines()
@@ -584,7 +581,7 @@ def test_half_a_request_is_no_request(server: ServerThread, http: httpx.Client) 
 
 
 def test_a_slow_reader_slows_nobody_and_loses_nothing() -> None:
-    """Pitfall 42: what it does not read is neither dropped nor queued event by event."""
+    """What it does not read is neither dropped nor queued event by event."""
     with fake_server() as server:
         fields = {"prompt": [1, 2], "max_tokens": 3000, "return_token_ids": True}
         connection = stream_by_hand(server, receive_buffer=4096, **fields)
@@ -769,7 +766,7 @@ def test_what_does_not_end_in_time_is_told(ask_twice: bool) -> None:
 
 
 def test_a_dead_engine_is_told_at_once() -> None:
-    """Pitfall 30: to streams as an event, to others as a status; /health says it too."""
+    """To streams as an event, to others as a status; /health says it too."""
     dying = threading.Event()
 
     def step() -> Any:
@@ -824,7 +821,7 @@ def test_a_port_in_use_is_named() -> None:
     with ServerThread() as server:
         with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{server.port}.*in use"):
             listen(server.port)
-        with ServerThread() as second:  # pitfall 31: two servers on one host
+        with ServerThread() as second:  # two servers on one host
             assert httpx.get(f"{second.url}/health").status_code == 200
             assert httpx.get(f"{server.url}/health").status_code == 200
 

@@ -288,7 +288,6 @@ def test_server_shows_every_replica() -> None:
 
 
 def test_server_goes_on_with_what_lives_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pitfall 30, of a part."""
     monkeypatch.setattr(async_engine, "FIRST_DELAY", 4.0)
     monkeypatch.setattr(async_engine, "MAX_DELAY", 4.0)
     with serving(Mortal) as server:

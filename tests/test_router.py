@@ -62,7 +62,7 @@ def test_the_least_loaded_replica_is_chosen(alive: dict[int, int], length: int) 
 def test_no_replica_is_overloaded_while_another_is_not(
     requests: list[tuple[int, int]], rng: random.Random
 ) -> None:
-    """Pitfall 33. Work is done at random; whoever gets a request had at most so much more than the
+    """Work is done at random; whoever gets a request had at most so much more than the
     least loaded."""
     chooser, work = made("prefix", 3), idle(3)
     for prefix, thousands in requests:
