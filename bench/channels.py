@@ -211,7 +211,7 @@ def start_worker(kind: Kind, index: int, num_words: int, times: int) -> int:
 
 
 def main(json: Path | None = None) -> None:
-    """`json` is where the full report goes."""
+    """How a step's message reaches the workers, three ways. --json: where the full report goes."""
     rows = []
     for workers in WORKERS:
         for message in MESSAGES:
@@ -232,4 +232,4 @@ def main(json: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m bench.channels")

@@ -93,7 +93,11 @@ def with_weights(flags: Sequence[str]) -> list[str]:
 def main(args: Sequence[str] | None = None) -> int:
     """Exit status: 1 if something failed; its row says why."""
     options, flags = tyro.cli(
-        CompareOptions, prog="python -m bench.compare", args=args, return_unknown_args=True
+        CompareOptions,
+        prog="python -m bench.compare",
+        description="Measure stages on the same work. Further flags are options of the engines.",
+        args=args,
+        return_unknown_args=True,
     )
     names = stage_names(options.steps)
     flags = with_weights(flags)

@@ -137,4 +137,4 @@ def main(stage: str = "00_baseline", rows: int = 512, prompt: int = 512, steps: 
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m bench.host")

@@ -403,4 +403,4 @@ def main(json: Path | None = None, only: tuple[Group, ...] = ()) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m bench.kernels")

@@ -197,4 +197,4 @@ def main(json: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m bench.small_batch")

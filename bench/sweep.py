@@ -173,7 +173,11 @@ def _point(stage: str, **settings: str | int | bool) -> Contender:
 def main(args: Sequence[str] | None = None) -> int:
     """Exit status: 1 if something failed; its row says why."""
     options, flags = tyro.cli(
-        SweepOptions, prog="python -m bench.sweep", args=args, return_unknown_args=True
+        SweepOptions,
+        prog="python -m bench.sweep",
+        description="Measure one option at several values. Further flags are options of the engines.",
+        args=args,
+        return_unknown_args=True,
     )
     points, workloads = SWEEPS[options.name](Place.here(flags), options.values)
     flags = with_weights(flags)

@@ -150,4 +150,4 @@ def main(client_processes: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m bench.online.ceiling")

@@ -144,4 +144,4 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m bench.online.plot")

@@ -317,4 +317,4 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m bench.online.report")

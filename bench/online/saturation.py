@@ -206,6 +206,8 @@ def main(args: Sequence[str] | None = None) -> int:
     options, flags = tyro.cli(
         SaturationOptions,
         prog="python -m bench.online.saturation",
+        description="Goodput of every engine behind the server, by offered load. Further flags are "
+        "options of the server or the load.",
         args=args,
         return_unknown_args=True,
     )
