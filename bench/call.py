@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from itertools import pairwise
 
 from bench.result import ROOT
 
@@ -19,4 +20,6 @@ def call(command: Sequence[str], timeout: float) -> str | None:
     if done.returncode == 0:
         return None
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit status {done.returncode}"
+    # A wrong flag is told in a frame of several lines, the first of which says what is wrong.
+    framed = [line.strip("│ ") for top, line in pairwise(lines) if top.startswith("╭")]
+    return (framed or lines or [f"exit status {done.returncode}"])[-1]

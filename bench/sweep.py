@@ -175,7 +175,7 @@ def main(args: Sequence[str] | None = None) -> int:
     options, flags = tyro.cli(
         SweepOptions,
         prog="python -m bench.sweep",
-        description="Measure one option at several values. Further flags are options of the engines.",
+        description="Measure one option at several values. Further flags are the engines'.",
         args=args,
         return_unknown_args=True,
     )

@@ -306,10 +306,11 @@ class EngineContract:
                     engine.abort_sequence("a", 1)
                     engine.abort_sequence("a", 1)
 
-            outputs = drive(engine, {"a": (prompt, GREEDY.model_copy(update={"n": 3}))}, abort)
+            params = GREEDY.model_copy(update={"n": 3, "max_tokens": 40})
+            outputs = drive(engine, {"a": (prompt, params)}, abort)
         first, aborted, last = (len(tokens_of(outputs["a", index])) for index in range(3))
-        assert first == last == 12
-        assert 0 < aborted <= 8
+        assert first == last == 40
+        assert 0 < aborted < 40  # an engine in another process may be some steps ahead
 
     # Log probabilities
 

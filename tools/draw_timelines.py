@@ -148,7 +148,9 @@ def pictures() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.draw_timelines", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--check", action="store_true", help="change nothing")
     parser.add_argument("--record", action="store_true", help="run the scenarios first")
     options = parser.parse_args()

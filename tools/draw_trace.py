@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from bench.svg import FAINT, PAPER, Picture
+from shared.cli import run_main
 from shared.engine.trace import StepRecord, read_trace
 
 Scale = Literal["steps", "time"]
@@ -165,8 +168,10 @@ def _legend(picture: Picture) -> None:
         x += 40 + 6 * len(meaning)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.draw_trace", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--scale", choices=["steps", "time"], default="steps")
@@ -174,16 +179,21 @@ def main() -> None:
     parser.add_argument("--last", type=int, default=None, metavar="STEP")
     parser.add_argument("--title", default=None)
     options = parser.parse_args()
+    try:
+        trace = read_trace(options.trace)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{options.trace} is no step trace: {error}") from error
     records = [
         record
-        for record in read_trace(options.trace)
+        for record in trace
         if record.step >= options.first and (options.last is None or record.step <= options.last)
     ]
     title = options.title or f"Timeline of {options.trace.name}"
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(draw(records, options.scale, title))
     print(f"{options.output}: {len(records)} steps, {len(sequences(records))} sequences")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

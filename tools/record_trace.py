@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 from shared import SamplingParams
+from shared.cli import one_line
 from steps import engines, load
 
 
@@ -125,13 +126,20 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.record_trace", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("stage", choices=engines())
     parser.add_argument("scenario", choices=sorted(SCENARIOS))
     parser.add_argument("output", type=Path)
     parser.add_argument("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE")
     options = parser.parse_args()
-    steps = record(options.stage, SCENARIOS[options.scenario], options.output, dict(options.set))
+    try:
+        steps = record(
+            options.stage, SCENARIOS[options.scenario], options.output, dict(options.set)
+        )
+    except ValueError as error:
+        parser.error(one_line(error))
     print(f"{options.output}: {steps} steps")
 
 

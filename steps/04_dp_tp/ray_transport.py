@@ -280,7 +280,7 @@ def connect() -> Any:
         ray = importlib.import_module("ray")
     except ImportError:
         raise ValueError(
-            "distributed_backend='ray' needs Ray: pip install 'baby-vllm[ray]'"
+            "distributed_backend='ray' needs Ray: pip install -e '.[ray]' -c constraints.txt"
         ) from None
     importlib.import_module("ray.util.scheduling_strategies")
     if not ray.is_initialized():

@@ -27,7 +27,8 @@ def chromium() -> str:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install -e '.[docs]'"
+        "playwright.sync_api",
+        reason="playwright is not installed: pip install -e '.[dev]' -c constraints.txt",
     )
     executable = chromium()
     with api.sync_playwright() as playwright:
