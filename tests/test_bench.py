@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from bench import cli, compare, decode_profile, diff, gpu, plots, result, rounds, sweep, tables
+from bench.call import call
 from bench.cli import BenchOptions
 from bench.floor import Limits, ModelCost, Rates, measure_rates, num_devices, physical_floor
 from bench.host import host_engine, measure_host
@@ -762,6 +763,11 @@ def test_a_workload_that_a_process_did_not_reach_says_why() -> None:
     merged = rounds.compare(CONTENDERS[:2], ["nano", "batch1"], 1, run)
     assert [m.error for m in merged] == [None, None, None, "no result after 9 s"]
     assert [len(m.runs) for m in merged] == [3, 3, 3, 0]
+
+
+def test_a_wrong_flag_of_a_comparison_is_named() -> None:
+    command = [sys.executable, "-m", "steps.00_baseline.bench", "--nonsense", "3"]
+    assert call(command, timeout=60) == "Unrecognized options: --nonsense, 3"
 
 
 def test_comparison_in_which_nothing_ran_says_why() -> None:
