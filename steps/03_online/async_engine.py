@@ -265,6 +265,7 @@ class AsyncEngine:
 
     async def _end(self, *timeout: float) -> None:
         self._unwatch()
+        self._client.stop()
         # In a thread: it waits for the engine to finish its step.
         await asyncio.to_thread(self._client.close, *timeout)
         self._note_end()
