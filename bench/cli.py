@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bench import result as results
 from bench import tables
-from bench.floor import Limits, ModelCost, Rates, best, measure_rates, physical_floor
+from bench.floor import Limits, ModelCost, Rates, best, measure_rates, num_devices, physical_floor
 from bench.gpu import GpuMonitor, hardware, load_nvml
 from bench.offline import Driver
 from bench.result import GpuUse, Hardware, Result, RunMetrics, WorkloadInfo
@@ -207,7 +207,7 @@ class _Bench:
         # Repeat 0 names the work, whichever repeats this process runs.
         work = build_workload(measured.workload, self.scale, self.shape.vocab_size)
         medians, spread = results.summarise(measured.runs)
-        limits, devices = _limits(effective), _devices(effective)
+        limits, devices = Limits.of(effective), num_devices(effective)
         floor = physical_floor(work, self.cost, rates, limits, devices)
         commit, dirty = self.git_state
         return Result(
@@ -247,18 +247,3 @@ def effective_config(config: EngineConfig, described: dict[str, Any]) -> dict[st
     """
     parallel = {"tensor_parallel_size": 1, "data_parallel_size": 1}
     return {**config.model_dump(mode="json"), **parallel, **described}
-
-
-def _limits(effective: dict[str, Any]) -> Limits:
-    return Limits(
-        sequences=effective["max_num_sequences"],
-        step_tokens=effective["max_num_batched_tokens"],
-        pool_tokens=effective["tokens_in_pool"],
-        max_model_length=effective["max_model_length"],
-        prefix_caching=effective["enable_prefix_caching"],
-    )
-
-
-def _devices(effective: dict[str, Any]) -> int:
-    sizes = effective["tensor_parallel_size"], effective["data_parallel_size"]
-    return int(sizes[0] * sizes[1])

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,6 +56,25 @@ class Limits:
     pool_tokens: int
     max_model_length: int
     prefix_caching: bool = True
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], concurrency: int | None = None) -> Limits:
+        """From an engine's own description. `concurrency`: most requests there at a time."""
+        replicas = int(settings.get("data_parallel_size") or 1)
+        sequences = replicas * settings["max_num_sequences"]
+        return cls(
+            sequences=sequences if concurrency is None else min(sequences, concurrency),
+            step_tokens=replicas * settings["max_num_batched_tokens"],
+            pool_tokens=replicas * settings["tokens_in_pool"],
+            max_model_length=settings["max_model_length"],
+            prefix_caching=settings["enable_prefix_caching"],
+        )
+
+
+def num_devices(settings: Mapping[str, Any]) -> int:
+    """That an engine of this description computes on."""
+    sizes = (settings.get(f"{kind}_parallel_size") or 1 for kind in ("data", "tensor"))
+    return math.prod(int(size) for size in sizes)
 
 
 @dataclass(frozen=True)

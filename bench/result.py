@@ -176,6 +176,12 @@ def percent_of_floor(workload: str, medians: dict[str, float], floor: Floor | No
     return 100 * medians["tokens_per_second"] / floor.tokens_per_second
 
 
+def best_floor(floors: Iterable[Floor | None]) -> Floor | None:
+    """Of several processes: the best rates seen are closest to what the device can do."""
+    known = [floor for floor in floors if floor is not None]
+    return max(known, key=lambda floor: floor.tokens_per_second, default=None)
+
+
 def common_config(row: Result) -> dict[str, Any]:
     """Of a row's settings, those that every row of a table has in common."""
     names = ("model", "load_format", "dtype", "device")

@@ -22,6 +22,7 @@ from bench.call import call
 from bench.result import (
     Result,
     append_results,
+    best_floor,
     common_config,
     percent_of_floor,
     read_results,
@@ -150,9 +151,7 @@ def merge(
     medians, spread = summarise(runs)
     problems = [problem if row is None else row.error for row, problem in found]
     errors = list(dict.fromkeys(p for p in problems if p))
-    # The best rates seen are closest to what the device can do.
-    floors = [row.floor for row in rows if row.floor is not None]
-    floor = max(floors, key=lambda f: f.tokens_per_second, default=None)
+    floor = best_floor(row.floor for row in rows)
     if rows:
         base = rows[0]
     else:

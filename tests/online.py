@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 import time
 from types import ModuleType
 from typing import Any
@@ -106,6 +107,14 @@ class Dying(FakeEngine):
     def before_step(self) -> None:
         if self.num_steps == 3:
             raise RuntimeError("no progress is possible")
+
+
+class Entangled(Dying):
+    """And leaves a thread that does not end."""
+
+    def __init__(self, options: dict[str, Any], end: Any = None) -> None:
+        super().__init__(options)
+        threading.Thread(target=time.sleep, args=(60,)).start()
 
 
 class Failing(FakeEngine):

@@ -16,7 +16,7 @@ import torch
 
 from bench import cli, compare, decode_profile, diff, gpu, plots, result, rounds, sweep, tables
 from bench.cli import BenchOptions
-from bench.floor import Limits, ModelCost, Rates, measure_rates, physical_floor
+from bench.floor import Limits, ModelCost, Rates, measure_rates, num_devices, physical_floor
 from bench.host import host_engine, measure_host
 from bench.offline import Driver
 from bench.result import Floor, Hardware, Result, WorkloadInfo
@@ -496,6 +496,21 @@ def test_floor_follows_from_the_schedule_by_hand() -> None:
     assert floor.seconds == pytest.approx(2.15 + 1.05 + 1.06)
     assert floor.tpot_ms == pytest.approx(1055)
     assert floor.tokens_per_second == pytest.approx(3 / 4.26)
+
+
+def test_replicas_have_their_limits_together() -> None:
+    settings = {
+        "max_num_sequences": 8,
+        "max_num_batched_tokens": 100,
+        "tokens_in_pool": 1000,
+        "max_model_length": 64,
+        "enable_prefix_caching": True,
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 3,
+    }
+    assert Limits.of(settings) == Limits(24, 300, 3000, 64)
+    assert Limits.of(settings, concurrency=5).sequences == 5
+    assert num_devices(settings) == 6
 
 
 def test_floor_knows_limits_hits_and_devices() -> None:

@@ -10,7 +10,7 @@ import pytest
 from bench import diff, plots
 from bench.online import saturation
 from bench.online.row import append_online, read_online
-from bench.result import read_rows
+from bench.result import Floor, read_rows
 from tests.test_bench_online import row_at
 
 
@@ -43,6 +43,14 @@ def test_rounds_become_one_row_for_each_engine_and_rate() -> None:
     failed = msgspec.structs.replace(rows[0], runs=[], medians={}, spread={}, error="it died")
     (half,) = saturation.merge([rows[0], failed])
     assert (half.error, half.medians) == ("it died", rows[0].medians)
+
+
+def test_the_share_of_the_floor_is_that_of_all_rounds() -> None:
+    row = msgspec.structs.replace(row_at(1.0, "a"), percent_of_floor=99.0)
+    floor = Floor(2 * row.medians["tokens_per_second"], *[0.0] * 8, 1, "")
+    (merged,) = saturation.merge([row, msgspec.structs.replace(row, floor=floor)])
+    assert merged.floor == floor
+    assert merged.percent_of_floor == 50.0
 
 
 def test_engines_alternate_and_one_that_fails_leaves_the_others(

@@ -17,7 +17,7 @@ from shared.engine.stats import EngineStats, StepCounters, total
 from shared.outputs import StepOutput
 from tests.engine_contract import EngineContract
 from tests.fakes import VOCABULARY, expected_output
-from tests.online import Busy, FakeEngine, Fussy, Slow, engine_in_thread, online, unusable
+from tests.online import Busy, Dying, FakeEngine, Fussy, Slow, engine_in_thread, online, unusable
 from tests.parallel import FATAL, Behind, Mortal, config, parallel
 from tests.reference import Reference
 from tests.test_online_engine import params
@@ -145,6 +145,19 @@ def test_an_end_fails_the_replicas_own_requests_alone() -> None:
         engine.abort_request("more")
 
 
+def test_what_came_before_an_end_is_given_out() -> None:
+    with replicas(Dying, 1) as engine:
+        engine.add_request("done", [1], params(1))
+        engine.add_request("cut short", [2], params(30))
+        (client,) = engine._clients
+        client.flush()
+        client.transport._thread.join()
+        online("client").wait_for_any([client])  # both have come
+        assert [output.finish_reason for output in engine.step()[:1]] == ["length"]
+        with pytest.raises(EngineDeadError, match="no progress is possible"):
+            finish(engine)
+
+
 def test_refusals_name_the_request() -> None:
     with replicas(Fussy) as engine:
         engine.add_request("bad", [1], params(5))
@@ -156,6 +169,18 @@ def test_refusals_name_the_request() -> None:
         outputs = finish(engine)
         assert outputs["bad"].error == "prompt_token_ids displease me"
         assert outputs["good"].finish_reason == "length"
+
+
+def test_a_closed_engine_says_so() -> None:
+    with replicas(Slow) as engine:
+        engine.add_request("a", [1], params(100))
+        engine.step()
+        engine.close()
+        for call in (engine.step, lambda: engine.add_request("b", [1], params(5))):
+            with pytest.raises(EngineDeadError, match="closed"):
+                call()
+        engine.abort_request("a")
+        assert not engine.has_unfinished_requests()
 
 
 def test_a_start_that_fails_leaves_nothing() -> None:

@@ -230,6 +230,37 @@ def test_who_reads_nothing_is_left(server: ServerThread, monkeypatch: pytest.Mon
     assert not answer.endswith(b"}")
 
 
+@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_who_leaves_the_last_bytes_is_left(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Too few of them for the server to stop writing: it has written all, and closes."""
+    monkeypatch.setattr(connections, "STALL_SECONDS", 0.2)
+    made: list[Any] = []
+    connection_made = connections.LimitedProtocol.connection_made
+
+    def remember(protocol: Any, transport: Any) -> None:
+        made.append((protocol, transport))
+        connection_made(protocol, transport)
+
+    monkeypatch.setattr(connections.LimitedProtocol, "connection_made", remember)
+    body = {"prompt": [[9] * 400], "max_tokens": 1, "n": 60, "return_token_ids": True}
+    content = json.dumps(body).encode()
+    with connect(server) as connection:
+        wait_until(lambda: bool(made))
+        ((protocol, transport),) = made
+        unsent = 0
+        while not unsent:
+            begun = protocol.server_state.total_requests
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+            wait_until(lambda before=begun: protocol.server_state.total_requests > before)
+            unsent = transport.get_write_buffer_size()
+        assert unsent < 2**16
+        if ends:
+            connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: not server.connections.num_open, "it is still there")
+
+
 def test_more_connections_than_files_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])

@@ -142,9 +142,10 @@ def test_a_killed_engine_fails_every_stream_at_once(build: str) -> None:
     run(main())
 
 
-def test_an_engine_that_dies_of_its_own_error_says_why() -> None:
+@pytest.mark.parametrize("build", ["Dying", "Entangled"])
+def test_an_engine_that_dies_of_its_own_error_says_why(build: str) -> None:
     async def main() -> None:
-        engine = await start("Dying")
+        engine = await start(build)
         with pytest.raises(EngineDeadError, match="RuntimeError: no progress is possible"):
             await tokens_of(engine.generate("a", [1, 2], params(100)))
         assert not is_running(engine.info.pid)

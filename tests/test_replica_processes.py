@@ -100,6 +100,35 @@ def test_a_killed_replica_fails_its_own_streams_and_comes_back(
     run(main())
 
 
+def test_nobody_waits_for_a_process_that_takes_long_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        engine = await start("Slow")
+        transports = online("transport").ProcessTransport
+        end = transports._end
+
+        def slow_end(transport: Any, in_time: bool) -> Any:
+            time.sleep(2)
+            return end(transport, in_time)
+
+        streams = [engine.generate(f"r{i}", [i, 1], params(50)) for i in range(2)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        monkeypatch.setattr(transports, "_end", slow_end)
+        (victim,) = [s for s in streams if engine.replicas[1].engine.expects(s.request_id)]
+        (other,) = [s for s in streams if s is not victim]
+        killed = time.monotonic()
+        os.kill(pids_of(engine)[1], signal.SIGKILL)
+        await tokens_of(other)
+        assert time.monotonic() - killed < 2
+        assert not engine.replicas[1].is_alive
+        late = [engine.generate(f"late {i}", [1], params(2)) for i in range(2)]
+        await asyncio.gather(*map(tokens_of, late))
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await tokens_of(victim)
+        await engine.close()
+
+    run(main())
+
+
 def test_a_start_that_fails_leaves_no_process(tmp_path: Path) -> None:
     before = children_of(os.getpid())
     begun = time.monotonic()

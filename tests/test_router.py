@@ -101,6 +101,14 @@ def test_an_overloaded_home_is_left_and_then_there_are_two() -> None:
     assert chooser.choose(longer, {home: 10, other: 0}) == home  # it alone knows all of it
 
 
+def test_a_beginning_that_all_prompts_have_attracts_nobody() -> None:
+    chooser, system = made("prefix"), prompt_of(2 * BLOCK)
+    home = chooser.choose(chained(system, prompt_of(40, 1)), idle())
+    busy = {home: 10, 1 - home: 0}
+    assert chooser.choose(chained(system, prompt_of(2 * BLOCK + 1, 2)), busy) == 1 - home
+    assert chooser.choose(chained(system, prompt_of(40, 1)), busy) == home  # most of it is known
+
+
 def test_what_a_replica_lost_attracts_nothing() -> None:
     chooser, prompt = made("prefix", num_blocks=4), prompt_of(64)
     home = chooser.choose(prompt, idle())

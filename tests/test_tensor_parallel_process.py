@@ -57,6 +57,18 @@ def replica(size: int = 2) -> Iterator[tuple[Any, list[int]]]:
         wait_until(lambda: not any(map(is_running, pids)))
 
 
+def listening_addresses(pid: int) -> set[str]:
+    """Of a process's TCP sockets, in the kernel's hexadecimal."""
+    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    own = {link.removeprefix("socket:[").removesuffix("]") for link in links}
+    fields = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {f[1].rpartition(":")[0] for f in fields if f[3] == "0A" and f[9] in own}
+
+
 def tokens_until(client: Any, count: int) -> list[int]:
     """Of the one request there is. Raises EngineDeadError."""
     tokens: list[int] = []
@@ -71,11 +83,13 @@ def tokens_until(client: Any, count: int) -> list[int]:
 
 
 def test_a_replica_of_two_ranks_serves_and_ends() -> None:
-    with replica() as (client, _):
+    with replica() as (client, pids):
         assert client.info.description["tensor_parallel_size"] == 2
         client.add("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
         client.flush()
         assert len(tokens_until(client, 30)) == 30
+        for pid in pids:
+            assert listening_addresses(pid) <= {"0100007F"}  # 127.0.0.1
         time.sleep(0.3)  # idle workers wait
         client.add("b", [1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
         client.flush()

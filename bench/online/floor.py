@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.floor import Limits, ModelCost, Rates, measure_rates, physical_floor
+from bench.floor import Limits, ModelCost, Rates, measure_rates, num_devices, physical_floor
 from bench.online.plan import Plan
 from bench.result import Floor
 from bench.workloads import Request
@@ -56,18 +56,9 @@ class Device:
         return cls(settings, cost, rates)
 
     def floor(self, plan: Plan, concurrency: int | None) -> Floor:
-        settings = self.settings
-        most = settings["max_num_sequences"]
-        limits = Limits(
-            sequences=most if concurrency is None else min(most, concurrency),
-            step_tokens=settings["max_num_batched_tokens"],
-            pool_tokens=settings["tokens_in_pool"],
-            max_model_length=settings["max_model_length"],
-            prefix_caching=settings["enable_prefix_caching"],
-        )
-        parallel = ("tensor_parallel_size", "data_parallel_size")
-        sizes = [int(settings.get(name) or 1) for name in parallel]
-        return physical_floor(_Work(plan), self.cost, self.rates, limits, sizes[0] * sizes[1])
+        limits = Limits.of(self.settings, concurrency)
+        devices = num_devices(self.settings)
+        return physical_floor(_Work(plan), self.cost, self.rates, limits, devices)
 
 
 class _Work:

@@ -35,7 +35,7 @@ from bench.compare import flags_for, with_weights
 from bench.online import plot
 from bench.online.options import Load, Measure, Target, Work
 from bench.online.row import OnlineResult, append_online, read_online
-from bench.result import ROOT, summarise
+from bench.result import ROOT, best_floor, percent_of_floor, summarise
 from bench.rounds import RunOptions, alternate
 from shared.cli import EXIT_FAILED, run_main
 
@@ -127,12 +127,15 @@ def merge(rows: Sequence[OnlineResult]) -> list[OnlineResult]:
         runs = [run for row in group for run in row.runs]
         medians, spread = summarise(runs)
         errors = list(dict.fromkeys(row.error for row in group if row.error))
+        floor = best_floor(row.floor for row in group)
         merged.append(
             msgspec.structs.replace(
                 group[0],
                 runs=runs,
                 medians=medians,
                 spread=spread,
+                floor=floor,
+                percent_of_floor=percent_of_floor("online", medians, floor),
                 error="; ".join(errors) or None,
             )
         )

@@ -278,6 +278,7 @@ class ModelRunner:
         logits = logits[: self.max_num_sequences]
         self.sampler.warm_up(logits)
         self._sample_plain(hidden[: self.max_num_sequences], self.inputs.sample_inputs(len(logits)))
+        self.tp.broadcast(self.sampled_rows)  # its first use takes memory
         del hidden, logits
         for length in (1, 8, 16, 128):  # linear layers have kernels for few rows
             self.model.compute_logits(

@@ -149,6 +149,7 @@ class AsyncEngine:
         self._listeners: set[_Listener] = set()
         self._flush_is_due = False
         self._watched: list[int] = []
+        self._ending: asyncio.Task[None] | None = None
         self._watch()
 
     @classmethod
@@ -206,11 +207,13 @@ class AsyncEngine:
     @property
     def error(self) -> Exception | None:
         """Why the engine has ended; None while it lives."""
+        if self._ending is not None and not self.died.is_set():
+            return EngineDeadError("the engine is ending")
         return self._client.error
 
     @property
     def is_alive(self) -> bool:
-        return self._client.is_alive
+        return self.error is None
 
     @property
     def outstanding_tokens(self) -> int:
@@ -265,6 +268,8 @@ class AsyncEngine:
 
     async def _end(self, *timeout: float) -> None:
         self._unwatch()
+        if self._ending is not None:
+            await asyncio.wait([self._ending])  # not cancelled with whoever waits
         self._client.stop()
         # In a thread: it waits for the engine to finish its step.
         await asyncio.to_thread(self._client.close, *timeout)
@@ -317,12 +322,16 @@ class AsyncEngine:
 
     def _listen_for_end(self) -> None:
         self._receive()  # what it has said before
-        self._unwatch()  # the end closes what is watched
+        if self._client.hears_end():
+            self._unwatch()  # the end closes what is watched
+            self._ending = self._loop.create_task(self._follow_to_end())
+
+    async def _follow_to_end(self) -> None:
+        # In a thread: a process takes a while to give back a GPU's memory, and streams of other
+        # engines must not wait for it.
+        await asyncio.to_thread(self._client.transport.reap)
         self._client.listen_for_end()
-        if self.is_alive:
-            self._watch()
-        else:
-            self._note_end()
+        self._note_end()
 
     def _dispatch(self, progress: Progress) -> None:
         for output in progress.outputs:
@@ -335,6 +344,7 @@ class AsyncEngine:
                 listener.changed.set()
 
     def _note_end(self) -> None:
+        self.died.set()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             assert self.error is not None, "it has ended"
@@ -342,7 +352,6 @@ class AsyncEngine:
         for listener in self._listeners:
             listener.changed.set()
         self._started.set()
-        self.died.set()
 
 
 class _Listener:

@@ -185,18 +185,24 @@ class EngineClient:
         return None
 
     def listen_for_end(self) -> None:
-        """Call when the lifeline has something to say: sets `error` if the engine has ended."""
+        """Call when the lifeline has something to say: sets `error` if the engine has ended, once
+        its process is gone."""
+        if self.hears_end():
+            self._has_ended(self.transport.close())
+
+    def hears_end(self) -> bool:
+        """The part of `listen_for_end` that never waits: has the engine ended?"""
         while self.is_alive:
             try:
                 data = self.transport.lifeline.recv(4096)
             except BlockingIOError:
-                return
+                return False
             except OSError:  # reset by its end
-                data = b""
-            if data:
-                self._last_words += data
-            else:
-                self._has_ended(self.transport.close())
+                return True
+            if not data:
+                return True
+            self._last_words += data
+        return False
 
     def wait(self, timeout: float | None = None) -> None:
         """Until there may be something to receive, or the engine has ended; in seconds."""

@@ -116,8 +116,10 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         self._num_discarded = 0
         self._watch_request()
-        if self.transport.is_closing():  # once all has been written, that is
-            self._watch_reading()
+
+    def eof_received(self) -> None:
+        # asyncio closes, as `close` does: once all has been written.
+        self._watch_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -125,7 +127,7 @@ class LimitedProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._reading_deadline is not None:
+        if self._reading_deadline is not None and not self._transport.is_closing():
             self._reading_deadline.cancel()
             self._reading_deadline = None
 
@@ -139,14 +141,14 @@ class LimitedProtocol(H11Protocol):
         self._refuse(ApiError(400, "this is not HTTP/1.1", code="invalid_http"))
 
     def close(self) -> None:
-        """Of this side at least."""
-        transport = self._transport
-        if self._is_lingering or transport.is_closing():
+        """Of this side at least, and once all has been written."""
+        if self.is_closing:
             return
-        if self.conn.their_state is not h11.SEND_BODY:
-            transport.close()
-            return
-        self._linger()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._linger()
+        else:
+            self._transport.close()
+            self._watch_reading()
 
     @property
     def is_closing(self) -> bool:

@@ -284,7 +284,11 @@ def main() -> int:
     is_well = serve(endpoint, lifeline, build)
     endpoint.close()
     context.term()
-    return 0 if is_well else EXIT_FAILED
+    if not is_well:
+        # At once: what a fault has left in the middle of something, threads or collectives with
+        # other processes, would be waited for, and the front end with it.
+        os._exit(EXIT_FAILED)
+    return 0
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ class Transport(ABC):
     """Non-blocking."""
 
     _ended: str | None = None
+    _reaped: str | None = None
     _is_stuck = False
 
     def _open(self, address: str) -> None:
@@ -134,13 +135,19 @@ class Transport(ABC):
         in one may give up and ask again."""
         with self._closing:
             if self._ended is None:
-                self._ended = self._end(self._has_ended_within(timeout))
+                self._ended = self._reaped or self._end(self._has_ended_within(timeout))
                 self.connected()
                 self.lifeline.close()
                 self.endpoint.close(lost=True)
                 if not self._is_stuck:
                     self._context.term()
             return self._ended
+
+    def reap(self) -> None:
+        """Wait for an engine that has ended until it is gone. In any thread; `close` then returns
+        at once."""
+        with self._closing:
+            self._reaped = self._ended or self._end(in_time=True)
 
     def _has_ended_within(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout

@@ -138,6 +138,7 @@ class Engine:
             self._clients[-1].check_alive()
 
     def close(self) -> None:
+        self._live.clear()
         # Not in threads: an interpreter that is about to exit starts none.
         for client in self._clients:
             client.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -42,7 +43,17 @@ class Make(msgspec.Struct):
 
 def open_store() -> dist.TCPStore:
     """Where the ranks find each other: in rank 0, on a free port of this machine alone."""
-    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    # A socket that the store opened for itself would listen on every interface, whatever host it is
+    # told, and whoever wrote to it could speak for a rank.
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return dist.TCPStore(
+            LOOPBACK,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=PATIENCE,
+            master_listen_fd=os.dup(listener.fileno()),  # which closes it
+        )
 
 
 def join(

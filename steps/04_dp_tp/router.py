@@ -4,7 +4,8 @@ least_tokens    the replica with the least work left: tokens of prompts and of a
                 come, since sixteen short requests may be less than one long one
 prefix          the replica that has seen the longest beginning of the prompt, so that what it
                 holds in its cache is not computed and held a second time elsewhere; unless it
-                is overloaded, for a hit saves a part of the prompt, and a queue costs all of it
+                is overloaded, for a hit saves a part of the prompt, and a queue costs all of it,
+                or the beginning is a small part: all chats begin with one system prompt
 round_robin     each in turn
 """
 
@@ -22,6 +23,8 @@ Policy = Literal["prefix", "least_tokens", "round_robin"]
 OVERLOAD_RATIO = 1.5
 # ...and this many tokens besides: so much is soon done, and not worth a second copy of a prefix.
 OVERLOAD_TOKENS = 4096
+# Of a prompt; what is computed again of a smaller hit does not matter beside the rest.
+MIN_HIT_SHARE = 0.5
 
 
 class Router:
@@ -43,7 +46,7 @@ class Router:
             chosen = self._least(loads)
         else:
             blocks = block_hashes(tokens, self._block_size)
-            chosen = self._by_prefix(blocks, loads)
+            chosen = self._by_prefix(blocks, MIN_HIT_SHARE * len(tokens), loads)
             self._seen[chosen].add(blocks)
         self._turn = chosen + 1
         return chosen
@@ -52,10 +55,13 @@ class Router:
         """Its engine has ended, and its cache with it."""
         self._seen[replica].clear()
 
-    def _by_prefix(self, blocks: list[int], loads: Mapping[int, int]) -> int:
+    def _by_prefix(self, blocks: list[int], least_hit: float, loads: Mapping[int, int]) -> int:
+        """`least_hit`: tokens."""
         least = self._least(loads)
         known = {replica: self._seen[replica].count(blocks) for replica in loads}
         longest = max(known.values())
+        if longest * self._block_size < least_hit:
+            return least
         home = self._least({r: loads[r] for r, count in known.items() if count == longest})
         is_overloaded = loads[home] > OVERLOAD_RATIO * loads[least] + OVERLOAD_TOKENS
         return least if is_overloaded else home
