@@ -178,6 +178,22 @@ def test_a_replica_that_is_being_started_again_does_not_outlive_its_front_end(
     assert children_of(os.getpid()) == before
 
 
+def test_closing_can_be_given_up_and_asked_for_again() -> None:
+    async def main() -> None:
+        engine = await start("Slow")
+        stream = engine.generate("a", [1], params(4000))
+        await anext(stream)
+        first = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, engine.close(), engine.close(), return_exceptions=True)
+        with pytest.raises(EngineDeadError, match="closed"):
+            await tokens_of(stream)
+        assert not any(map(is_running, pids_of(engine)))
+
+    run(main())
+
+
 def test_every_replica_sees_its_own_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = parallel("launch")
     monkeypatch.setattr(launch, "visible_devices", lambda environment: ["4", "GPU-x", "7"])

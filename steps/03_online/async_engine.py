@@ -269,7 +269,8 @@ class AsyncEngine:
     async def _end(self, *timeout: float) -> None:
         self._unwatch()
         if self._ending is not None:
-            await self._ending
+            await asyncio.wait([self._ending])  # not cancelled with whoever waits
+        self._client.stop()
         # In a thread: it waits for the engine to finish its step.
         await asyncio.to_thread(self._client.close, *timeout)
         self._note_end()

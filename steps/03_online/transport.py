@@ -119,6 +119,7 @@ class Transport(ABC):
         self.endpoint.bind(address)
         self.lifeline, self._their_lifeline = socket.socketpair()
         self.lifeline.setblocking(False)
+        self._closing = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> bool:
         """As `Endpoint.wait`."""
@@ -130,20 +131,23 @@ class Transport(ABC):
 
     def close(self, timeout: float = END_SECONDS) -> str:
         """Wait for the engine, which has been told to end or has ended; by force after `timeout`
-        seconds. Returns how it ended. Idempotent."""
-        if self._ended is None:
-            self._ended = self._reaped or self._end(self._has_ended_within(timeout))
-            self.connected()
-            self.lifeline.close()
-            self.endpoint.close(lost=True)
-            if not self._is_stuck:
-                self._context.term()
-        return self._ended
+        seconds. Returns how it ended. Idempotent, also in several threads at once: whoever waits
+        in one may give up and ask again."""
+        with self._closing:
+            if self._ended is None:
+                self._ended = self._reaped or self._end(self._has_ended_within(timeout))
+                self.connected()
+                self.lifeline.close()
+                self.endpoint.close(lost=True)
+                if not self._is_stuck:
+                    self._context.term()
+            return self._ended
 
     def reap(self) -> None:
         """Wait for an engine that has ended until it is gone. In any thread; `close` then returns
         at once."""
-        self._reaped = self._end(in_time=True)
+        with self._closing:
+            self._reaped = self._ended or self._end(in_time=True)
 
     def _has_ended_within(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
