@@ -55,7 +55,7 @@ class ServerThread:
         self.engine_in_thread: Any = None  # of a fake server
         self._error: BaseException | None = None
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="server")
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
