@@ -82,7 +82,6 @@ def front_end(build: str, use: str) -> Iterator[tuple[subprocess.Popen[str], int
     try:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        assert is_running(pid)
         yield process, pid
     finally:
         process.kill()
