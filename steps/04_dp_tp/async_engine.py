@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -84,7 +85,11 @@ class Replica:
         try:
             client = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            (await starting).close(0)
+            while not starting.done():  # a second cancellation must not lose it either
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([starting])
+            if starting.exception() is None:
+                starting.result().close(0)
             raise
         self.engine = await online("async_engine").AsyncEngine.over(
             client, self.tokenizer, self.max_queued_requests
