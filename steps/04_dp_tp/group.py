@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shared.kernels.peer_all_reduce import PeerAllReduce
 from shared.layers.tensor_parallel import TensorParallel
 
 LOOPBACK = "127.0.0.1"
@@ -79,4 +80,8 @@ def join(
         timeout=PATIENCE,
         device_id=device,
     )
-    return TensorParallel(rank, size)
+    peers = None
+    if device is not None:
+        assert dist.group.WORLD is not None
+        peers = PeerAllReduce.connect(dist.group.WORLD, device)
+    return TensorParallel(rank, size, peers=peers)
