@@ -15,7 +15,7 @@ SHAPES = [(1, 64), (3, 1024), (2, 96), (40, 64)]
 
 @pytest.fixture(autouse=True)
 def small_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_all_reduce, "CAPACITY_BYTES", 16 << 10)
+    monkeypatch.setattr(peer_all_reduce, "MOST_BYTES", 32 << 10)
 
 
 def ranks_of(size: int, device: torch.device) -> list[PeerAllReduce]:
