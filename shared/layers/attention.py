@@ -161,6 +161,8 @@ class TritonBackend(AttentionBackend):
         self.workspace = DecodeWorkspace.allocate(
             shape.max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device
         )
+        on_gpu = shape.device.type == "cuda"
+        self.beside = torch.cuda.Stream(shape.device) if on_gpu else None
 
     def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
         return metadata
@@ -175,18 +177,24 @@ class TritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         m, split = metadata, metadata.num_decode_rows
         out = torch.empty_like(q)
+        # A few chunks do not fill the GPU, and each takes long: the decodes run beside them, on a
+        # stream of their own, in a graph as well as without one.
+        beside = self.beside if 0 < split < m.slots.shape[0] else None
+        if beside is not None:
+            beside.wait_stream(torch.cuda.current_stream(q.device))
         if split:
-            paged_decode_attention(
-                q[:split],
-                k_cache,
-                v_cache,
-                m.block_tables,
-                m.slots[:split],
-                m.seq_lens[:split],
-                scale,
-                self.workspace,
-                out[:split],
-            )
+            with torch.cuda.stream(beside):  # None: where it is
+                paged_decode_attention(
+                    q[:split],
+                    k_cache,
+                    v_cache,
+                    m.block_tables,
+                    m.slots[:split],
+                    m.seq_lens[:split],
+                    scale,
+                    self.workspace,
+                    out[:split],
+                )
         if split < m.slots.shape[0]:
             paged_prefill_attention(
                 q,
@@ -200,6 +208,8 @@ class TritonBackend(AttentionBackend):
                 scale,
                 out,
             )
+        if beside is not None:
+            torch.cuda.current_stream(q.device).wait_stream(beside)
         return out
 
     def fuses(self, metadata: AttentionMetadata) -> bool:
