@@ -59,8 +59,9 @@ def wait_until(is_so: Callable[[], bool], seconds: float = SECONDS) -> None:
         time.sleep(0.01)
 
 
-async def start(build: str, **options: Any) -> Any:
-    return await AsyncEngine.start(config(), build=f"tests.online:{build}", **options)
+async def start(build: str, step_timeout: float | None = None, **options: Any) -> Any:
+    wanted = config(step_timeout=step_timeout)
+    return await AsyncEngine.start(wanted, build=f"tests.online:{build}", **options)
 
 
 @contextmanager
@@ -246,6 +247,42 @@ def test_a_start_can_be_given_up() -> None:
     begun = time.monotonic()
     run(main())
     assert time.monotonic() - begun < SECONDS / 2
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_stopped_engine_fails_its_streams(is_idle: bool) -> None:
+    """SIGSTOP: nothing of it ends, and nothing comes."""
+
+    async def main() -> None:
+        engine = await start("Slow", 1)
+        if is_idle:
+            os.kill(engine.info.pid, signal.SIGSTOP)
+        streams = [engine.generate(f"r{i}", [i, 1], params(8000)) for i in range(3)]
+        if not is_idle:
+            await asyncio.gather(*(anext(stream) for stream in streams))
+            os.kill(engine.info.pid, signal.SIGSTOP)
+        results = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDeadError] * 3
+        (message,) = {str(result) for result in results}
+        assert message.startswith(
+            "the engine hangs: it has 3 requests and has said nothing for 1 s"
+        )
+        assert not is_running(engine.info.pid)
+        await engine.close()
+
+    run(main())
+
+
+def test_a_step_without_end_ends_the_engine() -> None:
+    client = EngineClient(config(step_timeout=1), "tests.online:Stuck")
+    engine = steps.load("03_online").Engine(config(), client)
+    pid = client.ready_info.pid
+    engine.add_request("a", [1, 2], params(100))
+    with pytest.raises(EngineDeadError, match="the engine hangs"):
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert not is_running(pid)
+    engine.close()
 
 
 def test_an_engine_that_hangs_is_ended_by_force() -> None:
