@@ -448,6 +448,17 @@ def test_what_cannot_start_says_why(flags: tuple[str, ...], words: str) -> None:
         assert "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("stage", ["03_online", STAGE])
+def test_an_engine_that_dies_while_it_starts_is_one_line(stage: str) -> None:
+    with serving("--port", "0", "--device", "cpu", stage=stage) as server:
+        wait_until(lambda: bool(children_of(server.process.pid)))
+        os.kill(children_of(server.process.pid)[0], signal.SIGKILL)
+        assert server.wait() == 2
+        (error,) = [line for line in server.lines if line.startswith("error: ")]
+        assert error.strip() == "error: the engine process was killed by SIGKILL"
+        assert "Traceback" not in server.log
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["00_baseline", "02_batch_reorder"])
 def test_every_engine_can_be_served(engine: str) -> None:

@@ -163,7 +163,7 @@ class AsyncEngine:
         build: str | Build | None = None,
     ) -> AsyncEngine:
         """Returns when the engine is ready. Raises what its start raised: ValueError or OSError
-        naming the option or file that is wrong, or EngineDeadError.
+        naming the option or file that is wrong, or EngineStartError.
 
         `in_process` and `build` are those of EngineClient.
         """

@@ -61,6 +61,10 @@ class EngineClosedError(EngineDeadError):
     """It was told to end."""
 
 
+class EngineStartError(EngineDeadError, ChildProcessError):
+    """It has ended before it was ready. An OSError, so that programs end with one line."""
+
+
 @dataclass
 class _Expected:
     """A request that has not finished."""
@@ -337,28 +341,26 @@ class EngineClient:
 
     def _has_ended(self, how: str | None) -> None:
         """`how`: in words; None if it was told to."""
-        if how is None:
-            self.error = EngineClosedError("the engine is closed")
-        elif self._hang is not None:
-            self.error = EngineDeadError(self._hang)
-        elif not self._last_words:
-            self.error = EngineDeadError(how)
-        else:
-            failure = decode_failure(self._last_words)
-            if self.info is None and failure.kind in (ValueError.__name__, OSError.__name__):
-                kind = ValueError if failure.kind == ValueError.__name__ else OSError
-                self.error = kind(failure.message)
-            else:
-                reason = f"{failure.kind}: {failure.message}"
-                self.error = EngineDeadError(f"the engine failed: {reason}")
+        self.error = self._reason(how)
         self.cut_short = tuple(self._expected)
         self._expected.clear()
         self.outstanding_tokens = 0
 
+    def _reason(self, how: str | None) -> EngineDeadError | ValueError | OSError:
+        if how is None:
+            return EngineClosedError("the engine is closed")
+        kind = EngineDeadError if self.info is not None else EngineStartError
+        if not self._last_words:
+            return kind(self._hang or how)
+        failure = decode_failure(self._last_words)
+        if self.info is None and failure.kind in (ValueError.__name__, OSError.__name__):
+            return (ValueError if failure.kind == ValueError.__name__ else OSError)(failure.message)
+        return kind(f"the engine failed: {failure.kind}: {failure.message}")
+
 
 def wait_until_ready(clients: Sequence[EngineClient]) -> None:
-    """Raises what the start of one of them raised: ValueError, OSError or EngineDeadError. Whatever
-    is raised, Ctrl-C included, all of them are gone."""
+    """Raises what the start of one of them raised: ValueError, or OSError, of which EngineStartError
+    is one. Whatever is raised, Ctrl-C included, all of them are gone."""
     try:
         while True:
             for client in clients:

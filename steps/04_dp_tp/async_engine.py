@@ -156,7 +156,7 @@ class AsyncEngine:
         build: Any = None,
     ) -> AsyncEngine:
         """Returns when all replicas are ready. Raises what the start of one raised: ValueError or
-        OSError naming the option or file that is wrong, or EngineDeadError; the others have ended.
+        OSError naming the option or file that is wrong, or EngineStartError; the others have ended.
 
         `in_process` and `build` are those of EngineClient.
         """
