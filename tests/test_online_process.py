@@ -123,6 +123,25 @@ def test_nothing_lies_around_while_it_runs(directory: Path) -> None:
     client.close()
 
 
+def test_a_directory_that_is_too_deep_for_a_socket_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = directory / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(OSError, match=f"{deep} has .* set TMPDIR to a shorter"):
+        EngineClient(config(), "tests.online:FakeEngine")
+    assert list(deep.iterdir()) == []
+    # The longest that fits.
+    length = online("transport").zmq.IPC_PATH_MAX_LEN - len("/baby-vllm-12345678/engine")
+    fitting = directory / ("d" * (length - len(f"{directory}/")))
+    fitting.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(fitting))
+    client = EngineClient(config(), "tests.online:FakeEngine")
+    client.wait_until_ready()
+    client.close()
+
+
 @pytest.mark.parametrize("build", ["Slow", "Stuck"])
 def test_a_killed_engine_fails_every_stream_at_once(build: str) -> None:
     async def main() -> None:

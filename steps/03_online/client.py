@@ -359,8 +359,8 @@ class EngineClient:
 
 
 def wait_until_ready(clients: Sequence[EngineClient]) -> None:
-    """Raises what the start of one of them raised: ValueError, or OSError, of which EngineStartError
-    is one. Whatever is raised, Ctrl-C included, all of them are gone."""
+    """Raises what the start of one of them raised: ValueError or OSError, such as EngineStartError.
+    Whatever is raised, Ctrl-C included, all of them are gone."""
     try:
         while True:
             for client in clients:

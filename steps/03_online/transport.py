@@ -181,10 +181,17 @@ class ProcessTransport(Transport):
         self, build: str, name: str = "engine", environment: Mapping[str, str] | None = None
     ) -> None:
         """`build`: "module:function", called in the process to make the engine. `name`: what it is
-        called in its log. `environment`: variables that it has besides those of this process."""
+        called in its log. `environment`: variables that it has besides those of this process.
+        Raises OSError, also if the directory's path is too long for a socket's."""
         self._directory = tempfile.mkdtemp(prefix="baby-vllm-")  # for this user alone (mode 0700)
         try:
-            address = f"ipc://{self._directory}/engine"
+            socket_path = f"{self._directory}/engine"
+            if (length := len(os.fsencode(socket_path))) > zmq.IPC_PATH_MAX_LEN:
+                raise OSError(
+                    f"the path of a socket in {tempfile.gettempdir()} has {length} bytes, and at "
+                    f"most {zmq.IPC_PATH_MAX_LEN} are allowed: set TMPDIR to a shorter directory"
+                )
+            address = f"ipc://{socket_path}"
             self._open(address)
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             with self._their_lifeline:
