@@ -439,6 +439,7 @@ def test_a_killed_server_leaves_nothing(when: str) -> None:
         (("--data-parallel-size", "0"), "data_parallel_size"),
         (("--data-parallel-size", "2", "--device", "cuda"), "makes 2, but 0 GPUs can be seen"),
         (("--device-ids", "0", "1"), "device_ids=[0, 1]"),
+        (("--data-parallel-size", "10000"), "data_parallel_size=10000"),
     ],
 )
 def test_what_cannot_start_says_why(flags: tuple[str, ...], words: str) -> None:
