@@ -97,17 +97,21 @@ class Api:
         self.is_draining = False
         self.num_preparing = 0
         """Requests that the engine may not know of yet, or that are not streamed."""
-        limits = engine.info.limits
-        self._model = Model(
-            engine.tokenizer,
-            limits,
-            options.max_output_tokens or limits.max_model_length,
-            engine.check_request,
-            engine.max_queued_requests,
-        )
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(NUM_THREADS, "prepare")
         self._huge_thread = ThreadPoolExecutor(1, "prepare-huge")
+
+    @property
+    def _model(self) -> Model:
+        """As the engine is now: one that has been restarted may have other limits."""
+        limits = self.engine.info.limits
+        return Model(
+            self.engine.tokenizer,
+            limits,
+            self.options.max_output_tokens or limits.max_model_length,
+            self.engine.check_request,
+            self.engine.max_queued_requests,
+        )
 
     @property
     def is_idle(self) -> bool:

@@ -136,7 +136,7 @@ class AsyncEngine:
         """All replicas are ready."""
         self.replicas = replicas
         self.tokenizer = tokenizer
-        self.info = combined(config, [replica.info for replica in replicas])
+        self._config = config
         self.max_queued_requests = max_queued_requests
         limits = self.info.limits
         self._router = Router(len(replicas), config.routing, limits.block_size, limits.num_blocks)
@@ -178,6 +178,12 @@ class AsyncEngine:
         return cls(config, replicas, tokenizer, max_queued_requests)
 
     @property
+    def info(self) -> Any:
+        """Of all replicas together. A restarted one may have another number of blocks than before:
+        what it shares a GPU with has changed."""
+        return combined(self._config, [replica.info for replica in self.replicas])
+
+    @property
     def stats(self) -> EngineStats:
         """Of all replicas that live."""
         return total([replica.stats for replica in self._live])
@@ -208,7 +214,8 @@ class AsyncEngine:
         """The prompt as [n] int32. Raises the ValueError that `generate` would raise, and
         EngineDeadError."""
         self._check_alive()
-        return check_request(prompt_token_ids, params, self.info.limits, self.info.cuts_prompts)
+        info = self.info
+        return check_request(prompt_token_ids, params, info.limits, info.cuts_prompts)
 
     def generate(
         self, request_id: str, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
