@@ -307,6 +307,31 @@ def test_a_step_without_end_ends_the_engine() -> None:
     engine.close()
 
 
+def test_a_process_that_cannot_be_killed_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one in the middle of a call of a driver's that does not return."""
+    module = online("transport")
+    killpg: list[int] = []
+    monkeypatch.setattr(module, "KILLED_SECONDS", 0.2)
+
+    async def main() -> None:
+        engine = await start("Slow", 1)
+        pid = engine.info.pid
+        stream = engine.generate("a", [1], params(8000))
+        await anext(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "killpg", lambda group, number: killpg.append(group))
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineDeadError, match="the engine hangs"):
+                await tokens_of(stream)
+        assert killpg == [pid]
+        os.kill(pid, signal.SIGKILL)
+        await engine.close()
+
+    run(main())
+
+
 def test_an_engine_that_hangs_is_ended_by_force() -> None:
     client = EngineClient(config(), "tests.online:Stuck")
     pid = client.wait_until_ready().pid

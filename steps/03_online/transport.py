@@ -35,6 +35,8 @@ MAX_COMMANDS_IN_FLIGHT = 1000
 END_SECONDS = 5.0
 # From the end of its lifeline to the end of the process.
 REAP_SECONDS = 2.0
+# From kill -9 to the end of the process, which gives back a GPU's memory first.
+KILLED_SECONDS = 60.0
 # Of an engine that ends by itself: time to send what it has already produced.
 LINGER_MS = 1000
 
@@ -219,7 +221,10 @@ class ProcessTransport(Transport):
         # nobody else's until the process is reaped.
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        return how_it_ended(self._process.wait())
+        try:
+            return how_it_ended(self._process.wait(KILLED_SECONDS))
+        except subprocess.TimeoutExpired:
+            return "the engine process was killed and has not ended: a driver may keep it"
 
 
 class ThreadTransport(Transport):
