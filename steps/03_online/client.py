@@ -250,8 +250,10 @@ class EngineClient:
         if self.is_alive and self._expected and self.look_seconds is not None:
             self._silence += min(waited, self.look_seconds)
             if self._silence >= self.step_seconds:
+                ranks = self.ready_info.description.get("tensor_parallel_size", 1)
+                who = "the engine" if ranks == 1 else f"the engine, or one of its {ranks} ranks,"
                 self._hang = (
-                    f"the engine hangs: it has {len(self._expected)} requests and has said nothing "
+                    f"{who} hangs: it has {len(self._expected)} requests and has said nothing "
                     f"for {self.step_seconds:g} s, longer than a step may take (step_timeout)"
                 )
                 logger.error("%s", self._hang)
