@@ -104,7 +104,7 @@ def test_a_replica_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(async_engine, "FIRST_DELAY", 0.1)
 
     async def main() -> None:
-        engine = await start("Slow", step_timeout=2)
+        engine = await start("Slow", step_timeout=3)
         pids = pids_of(engine)
         streams = [engine.generate(f"r{i}", [i, 1], params(200)) for i in range(4)]
         await asyncio.gather(*(anext(stream) for stream in streams))

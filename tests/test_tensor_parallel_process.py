@@ -123,7 +123,7 @@ def test_one_killed_rank_ends_all(killed: int, busy: bool) -> None:
 
 
 def test_a_stopped_rank_ends_all() -> None:
-    with replica(step_timeout=3) as (client, pids):
+    with replica(step_timeout=5) as (client, pids):
         client.add("a", [1, 2, 3], LONG)
         client.flush()
         tokens_until(client, 3)
