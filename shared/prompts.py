@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def as_token_ids(prompt: object) -> list[int]:
     integer = {kind for kind in kinds if issubclass(kind, int | np.integer) and kind is not bool}
     if kinds != integer:
         wrong = next(token for token in prompt if type(token) not in integer)
-        raise ValueError(f"token ids must be integers, got {wrong!r}")
+        raise ValueError(f"token ids must be integers, got {reprlib.repr(wrong)}")
     return [int(token) for token in prompt]
 
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from bench import diff, plots
-from bench.online import saturation
-from bench.online.row import append_online, read_online
+from bench.online import plot, saturation
+from bench.online.row import OnlineResult, append_online, read_online
 from bench.result import Floor, read_rows
 from tests.test_bench_online import row_at
 
@@ -43,6 +43,30 @@ def test_rounds_become_one_row_for_each_engine_and_rate() -> None:
     failed = msgspec.structs.replace(rows[0], runs=[], medians={}, spread={}, error="it died")
     (half,) = saturation.merge([rows[0], failed])
     assert (half.error, half.medians) == ("it died", rows[0].medians)
+
+
+def test_what_differs_is_not_merged_whatever_its_label() -> None:
+    def row(stage: str = "00_baseline", sha256: str = "0" * 64, **settings: int) -> OnlineResult:
+        return msgspec.structs.replace(
+            row_at(1.0, "mine"), stage=stage, sha256=sha256, config=settings
+        )
+
+    alike = [row(max_num_sequences=8, num_kvcache_blocks=number) for number in (100, 101)]
+    others = [row(max_num_sequences=9), row("01_chunked_prefill"), row(sha256="1" * 64)]
+    merged = saturation.merge([*alike, *others, alike[0]])
+    assert [len(row.runs) for row in merged] == [3, 1, 1, 1]
+    slower = msgspec.structs.replace(others[0], rate_rps=0.5)
+    with pytest.raises(ValueError, match="'mine' is of several engines"):
+        plot.curves([alike[0], slower])
+    assert [row.rate_rps for row in plot.curves([*others, *alike])["mine"]] == [1.0]
+
+
+def test_a_label_is_of_one_engine(tmp_path: Path) -> None:
+    command = ["--output", str(tmp_path), "--label", "mine"]
+    with pytest.raises(ValueError, match="--label names one engine"):
+        saturation.main(command)
+    with pytest.raises(ValueError, match="--label names one engine"):
+        saturation.main([*command[:2], "--engines", "00_baseline", "02_batch_reorder", "--label=a"])
 
 
 def test_the_share_of_the_floor_is_that_of_all_rounds() -> None:

@@ -300,6 +300,15 @@ def test_more_devices_than_there_are(wanted: Any, num_visible: int, words: list[
     assert all(word in str(raised.value) for word in words)
 
 
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_cpu_runs_so_many_ranks_and_no_more(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "visible_devices", lambda environment: [])
+    launch.Launcher(gpus(32, 2, device))
+    for num_replicas, size in ((10000, 1), (65, 1), (33, 2)):
+        with pytest.raises(ValueError, match=f"data_parallel_size={num_replicas} .* 64 ranks"):
+            launch.Launcher(gpus(num_replicas, size, device))
+
+
 def test_visible_devices_are_named_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert launch.visible_devices({}) == ["0", "1"]

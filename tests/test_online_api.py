@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,56 @@ def test_long_values_are_not_sent_back() -> None:
     with pytest.raises(pydantic.ValidationError) as caught:
         completion(temperature="x" * 10_000)
     assert len(errors.invalid_body(caught.value.errors()).detail) < 300
+
+
+HUGE = 100_000
+WRONG_BODIES = {
+    "fields": ("CompletionRequest", {"prompt": "a", **dict.fromkeys(map(str, range(HUGE)), 1)}),
+    "fields of a message": ("ChatRequest", {"messages": [dict.fromkeys(map(str, range(HUGE)), 1)]}),
+    "messages": ("ChatRequest", {"messages": [{"role": 1, "content": "a"}] * 4000}),
+    "too many messages": ("ChatRequest", {"messages": [{}] * HUGE}),
+    "parts": ("ChatRequest", {"messages": [{"role": "user", "content": [{}] * 4000}]}),
+    "ids": ("DetokenizeRequest", {"tokens": ["a"] * HUGE}),
+    "prompts": ("CompletionRequest", {"prompt": [[]] * HUGE}),
+    "a prompt": ("CompletionRequest", {"prompt": [[[1] * HUGE]]}),
+    "stops": ("CompletionRequest", {"prompt": "a", "stop_token_ids": ["a"] * HUGE}),
+    "a value": ("CompletionRequest", {"prompt": "a", "n": {str(i): i for i in range(HUGE)}}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BODIES)
+def test_what_is_wrong_of_a_huge_body_is_told_in_a_few_words(name: str) -> None:
+    """And found out as soon: all streams wait while a body is checked, so the number of errors and
+    what is spelled of a value are bounded whatever its size."""
+    kind, body = WRONG_BODIES[name]
+    with pytest.raises(pydantic.ValidationError) as caught:
+        getattr(api_types, kind).model_validate(body)
+    assert caught.value.error_count() <= api_types.MAX_STOPS
+    error = errors.invalid_body([{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()])
+    assert len(error.detail) < 500
+    assert "Content-Type" not in error.detail
+
+
+def test_what_is_shown_of_a_value_is_its_beginning() -> None:
+    shown = [
+        errors._shown(value) for value in ([1, 2], {"b": [None]}, "x" * 500, [[0] * 500] * 500)
+    ]
+    assert shown[:2] == ["[1, 2]", "{'b': [None]}"]
+    assert all(len(text) <= errors.MAX_SHOWN + 3 for text in shown)
+    assert shown[2].startswith("'xxxx")
+    assert shown[3].startswith("[[0, 0, 0")
+
+
+def test_no_garbage_is_looked_for_while_a_body_is_read() -> None:
+    app = importlib.import_module("steps.03_online.app")
+
+    def fail() -> None:
+        assert not gc.isenabled()
+        raise ValueError("not JSON")
+
+    with pytest.raises(ValueError, match="not JSON"), app._no_collection():
+        fail()
+    assert gc.isenabled()
 
 
 def test_prompts_are_arrays_the_engine_takes(model: Any) -> None:

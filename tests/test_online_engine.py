@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -472,3 +473,40 @@ def test_an_engine_has_its_own_options_and_no_others() -> None:
         config(engine="03_online")
     with pytest.raises(ValueError, match="max_prefill_defer"):
         config(max_prefill_defer=-1)
+
+
+def test_only_time_that_was_waited_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front end that has been stopped, or busy, for an hour does not take it for its engine's."""
+    clock = [1000.0]
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    client = client_module.EngineClient(config(), FakeEngine, in_process=True)
+
+    def hangs(seconds: float) -> bool:
+        clock[0] += seconds
+        return bool(client.notes_hang())
+
+    assert client.look_seconds is None
+    assert not hangs(9000)  # it starts
+    client.wait_until_ready()
+    assert (client.step_seconds, client.look_seconds) == (600, 10)
+    assert not hangs(9000)  # it has nothing to do
+    client.add("a", [1], params(1))
+    assert [hangs(3600) for _ in range(59)] == [False] * 59
+    assert hangs(3600)
+    client.listen_for_end()
+    with pytest.raises(EngineDeadError, match="the engine hangs: it has 1 requests"):
+        client.check_alive()
+
+
+def test_how_long_a_step_may_take() -> None:
+    client = client_module.EngineClient(config(), FakeEngine, in_process=True)
+    client.wait_until_ready()
+    client.info.description["device"] = "cuda:0"
+    assert client.step_seconds == 60
+    client.close()
+    client = client_module.EngineClient(config(step_timeout=7), FakeEngine, in_process=True)
+    client.wait_until_ready()
+    assert client.step_seconds == 7
+    client.close()
+    with pytest.raises(ValueError, match="step_timeout"):
+        config(step_timeout=0)

@@ -31,6 +31,7 @@ from tests.test_online_engine import params, run, tokens_of
 ROOT = Path(__file__).parent.parent
 AsyncEngine = online("async_engine").AsyncEngine
 EngineDeadError = online("client").EngineDeadError
+EngineStartError = online("client").EngineStartError
 EngineClient = online("client").EngineClient
 
 
@@ -59,8 +60,9 @@ def wait_until(is_so: Callable[[], bool], seconds: float = SECONDS) -> None:
         time.sleep(0.01)
 
 
-async def start(build: str, **options: Any) -> Any:
-    return await AsyncEngine.start(config(), build=f"tests.online:{build}", **options)
+async def start(build: str, step_timeout: float | None = None, **options: Any) -> Any:
+    wanted = config(step_timeout=step_timeout)
+    return await AsyncEngine.start(wanted, build=f"tests.online:{build}", **options)
 
 
 @contextmanager
@@ -118,6 +120,25 @@ def test_nothing_lies_around_while_it_runs(directory: Path) -> None:
     assert made.stat().st_mode & 0o777 == 0o700
     client.wait_until_ready()
     assert list(directory.iterdir()) == []
+    client.close()
+
+
+def test_a_directory_that_is_too_deep_for_a_socket_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = directory / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(OSError, match=f"{deep} has .* set TMPDIR to a shorter"):
+        EngineClient(config(), "tests.online:FakeEngine")
+    assert list(deep.iterdir()) == []
+    # The longest that fits.
+    length = online("transport").zmq.IPC_PATH_MAX_LEN - len("/baby-vllm-12345678/engine")
+    fitting = directory / ("d" * (length - len(f"{directory}/")))
+    fitting.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(fitting))
+    client = EngineClient(config(), "tests.online:FakeEngine")
+    client.wait_until_ready()
     client.close()
 
 
@@ -223,9 +244,9 @@ def test_ctrl_c_reaches_the_front_end_alone() -> None:
     [
         ("unusable", ValueError, "num_kvcache_blocks=7"),
         ("unreadable", OSError, "/nonexistent/model"),
-        ("broken", EngineDeadError, "ZeroDivisionError: out of luck"),
-        ("vanishing", EngineDeadError, "exit status 7"),
-        ("no_such_thing", EngineDeadError, "no_such_thing"),
+        ("broken", EngineStartError, "ZeroDivisionError: out of luck"),
+        ("vanishing", EngineStartError, "exit status 7"),
+        ("no_such_thing", EngineStartError, "no_such_thing"),
     ],
 )
 def test_a_start_that_fails_says_why(build: str, kind: type[Exception], message: str) -> None:
@@ -246,6 +267,69 @@ def test_a_start_can_be_given_up() -> None:
     begun = time.monotonic()
     run(main())
     assert time.monotonic() - begun < SECONDS / 2
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_stopped_engine_fails_its_streams(is_idle: bool) -> None:
+    """SIGSTOP: nothing of it ends, and nothing comes."""
+
+    async def main() -> None:
+        engine = await start("Slow", 3)
+        if is_idle:
+            os.kill(engine.info.pid, signal.SIGSTOP)
+        streams = [engine.generate(f"r{i}", [i, 1], params(8000)) for i in range(3)]
+        if not is_idle:
+            await asyncio.gather(*(anext(stream) for stream in streams))
+            os.kill(engine.info.pid, signal.SIGSTOP)
+        results = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDeadError] * 3
+        (message,) = {str(result) for result in results}
+        assert "the engine hangs: it has 3 requests and has said nothing for 3 s" in message
+        assert not is_running(engine.info.pid)
+        await engine.close()
+
+    run(main())
+
+
+def test_a_step_without_end_ends_the_engine() -> None:
+    client = EngineClient(config(step_timeout=1), "tests.online:Stuck")
+    engine = steps.load("03_online").Engine(config(), client)
+    pid = client.ready_info.pid
+
+    def run_to_end() -> None:
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    engine.add_request("a", [1, 2], params(100))
+    with pytest.raises(EngineDeadError, match="the engine hangs"):
+        run_to_end()
+    assert not is_running(pid)
+    engine.close()
+
+
+def test_a_process_that_cannot_be_killed_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one in the middle of a call of a driver's that does not return."""
+    module = online("transport")
+    killpg: list[int] = []
+    monkeypatch.setattr(module, "KILLED_SECONDS", 0.2)
+
+    async def main() -> None:
+        engine = await start("Slow", 3)
+        pid = engine.info.pid
+        stream = engine.generate("a", [1], params(8000))
+        await anext(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "killpg", lambda group, number: killpg.append(group))
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineDeadError, match="the engine hangs"):
+                await tokens_of(stream)
+        assert killpg == [pid]
+        os.kill(pid, signal.SIGKILL)
+        await engine.close()
+
+    run(main())
 
 
 def test_an_engine_that_hangs_is_ended_by_force() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -28,7 +29,7 @@ MESSAGES: Any = [{"role": "user", "content": "Who's there?"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerThread]:
-    with ServerThread() as server:
+    with ServerThread(max_body_bytes=4 * 2**20) as server:  # huge ones are tried, too
         yield server
 
 
@@ -409,6 +410,23 @@ def test_unknown_models_and_paths(http: httpx.Client, client: openai.OpenAI) -> 
         client.chat.completions.create(
             model="tiny", messages=MESSAGES, response_format={"type": "json_object"}
         )
+
+
+def test_a_body_is_no_longer_than_what_the_model_can_hold() -> None:
+    with fake_server() as server:
+        default = server.api.max_body_bytes
+        assert default == 512 * 1024  # of 8,000 tokens
+        body = b'{"prompt": [1], "max_tokens": 1}'
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT) as http:
+            headers = {"Content-Type": "application/json"}
+            fitting = http.post("/v1/completions", content=body.ljust(default), headers=headers)
+            assert fitting.status_code == 200
+            longer = body.ljust(default + 1)
+            error = refusal(http.post("/v1/completions", content=longer, headers=headers), 413)
+            assert str(default) in error["message"]
+        limits = replace(server.engine.info.limits, max_model_length=131072)
+        server.engine._client.info.limits = limits
+        assert server.api.max_body_bytes == 2 * 2**20
 
 
 def test_limits_on_bodies_queue_and_tokens() -> None:

@@ -100,6 +100,29 @@ def test_a_killed_replica_fails_its_own_streams_and_comes_back(
     run(main())
 
 
+def test_a_replica_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "FIRST_DELAY", 0.1)
+
+    async def main() -> None:
+        engine = await start("Slow", step_timeout=3)
+        pids = pids_of(engine)
+        streams = [engine.generate(f"r{i}", [i, 1], params(200)) for i in range(4)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        victims = [s for s in streams if engine.replicas[1].engine.expects(s.request_id)]
+        others = [s for s in streams if s not in victims]
+        os.kill(pids[1], signal.SIGSTOP)
+        results = await asyncio.gather(*map(tokens_of, victims), return_exceptions=True)
+        assert all("the engine hangs: it has 2 requests" in str(result) for result in results)
+        await asyncio.gather(*map(tokens_of, others))
+        while not engine.replicas[1].is_alive:
+            await asyncio.sleep(0.01)
+        assert pids_of(engine)[0] == pids[0]
+        assert not is_running(pids[1])
+        await engine.close()
+
+    run(main())
+
+
 def test_nobody_waits_for_a_process_that_takes_long_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         engine = await start("Slow")
@@ -416,12 +439,24 @@ def test_a_killed_server_leaves_nothing(when: str) -> None:
         (("--data-parallel-size", "0"), "data_parallel_size"),
         (("--data-parallel-size", "2", "--device", "cuda"), "makes 2, but 0 GPUs can be seen"),
         (("--device-ids", "0", "1"), "device_ids=[0, 1]"),
+        (("--data-parallel-size", "10000"), "data_parallel_size=10000"),
     ],
 )
 def test_what_cannot_start_says_why(flags: tuple[str, ...], words: str) -> None:
     with serving("--port", "0", *flags, stage=STAGE) as server:
         assert server.wait() == 2
         assert words in server.log
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("stage", ["03_online", STAGE])
+def test_an_engine_that_dies_while_it_starts_is_one_line(stage: str) -> None:
+    with serving("--port", "0", "--device", "cpu", stage=stage) as server:
+        wait_until(lambda: bool(children_of(server.process.pid)))
+        os.kill(children_of(server.process.pid)[0], signal.SIGKILL)
+        assert server.wait() == 2
+        (error,) = [line for line in server.lines if line.startswith("error: ")]
+        assert error.strip() == "error: the engine process was killed by SIGKILL"
         assert "Traceback" not in server.log
 
 

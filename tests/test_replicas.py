@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ import openai
 import pytest
 
 from tests.fakes import VOCABULARY, expected_output
-from tests.online import FakeEngine, Slow, online, unusable
+from tests.online import LIMITS, FakeEngine, Slow, online, unusable
 from tests.online_server import TIMEOUT, ServerThread, raw_request, wait_until
 from tests.parallel import FATAL, Behind, Mortal, config, parallel
 from tests.test_online_engine import params, run, tokens_of
@@ -312,6 +313,27 @@ def test_server_goes_on_with_what_lives_and_says_so(monkeypatch: pytest.MonkeyPa
         assert metrics(server, "baby_vllm:engine_restarts_total") == {"0": 1, "1": 1}
         assert post(server, prompt=[1], max_tokens=5).status_code == 200
         server.wait_idle()
+
+
+def test_a_restarted_replica_may_hold_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say, for somebody else uses its GPU by now: what the server says of its limits follows."""
+    with serving(Mortal) as server:
+        before = get(server, "/debug/stats")
+        monkeypatch.setattr(
+            "tests.online.LIMITS", replace(LIMITS, num_blocks=10, max_model_length=160)
+        )
+        assert post(server, prompt=[FATAL], max_tokens=5).status_code == 503
+        wait_until(lambda: get_status(server) == "ok")
+        after = get(server, "/debug/stats")
+        assert before["settings"]["num_kvcache_blocks"] == 1000
+        assert after["settings"]["num_kvcache_blocks"] == 10
+        assert after["settings"]["max_model_length"] == 160
+        assert after["stats"]["num_blocks"] == 1010
+        (card,) = get(server, "/v1/models")["data"]
+        assert card["max_model_len"] == 160
+        for number in range(2):  # whichever replica would get it
+            refused = post(server, prompt=[number] * 200, max_tokens=5)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 
 
 def get_status(server: ServerThread) -> str | None:

@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def children_of(pid: int) -> list[int]:
 
 
 @contextmanager
-def replica(size: int = 2) -> Iterator[tuple[Any, list[int]]]:
+def replica(size: int = 2, **options: Any) -> Iterator[tuple[Any, list[int]]]:
     """A client of an engine that is ready, and its processes, rank 0 first. None is left."""
-    client = EngineClient(config(size), BUILD)
+    client = EngineClient(config(size, **options), BUILD)
     pids: list[int] = []
     try:
         pid = client.wait_until_ready().pid
@@ -119,6 +120,17 @@ def test_one_killed_rank_ends_all(killed: int, busy: bool) -> None:
             tokens_until(client, 4000)
         wait_until(lambda: not any(map(is_running, pids)))
         assert time.monotonic() - begun < SECONDS / 2
+
+
+def test_a_stopped_rank_ends_all() -> None:
+    with replica(step_timeout=5) as (client, pids):
+        client.add("a", [1, 2, 3], LONG)
+        client.flush()
+        tokens_until(client, 3)
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="the engine, or one of its 2 ranks, hangs"):
+            tokens_until(client, 4000)
+        wait_until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.slow
@@ -240,6 +252,25 @@ def test_a_worker_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="rank 1 ended with exit status 1"):
         worker_group.WorkerGroup(2, "cpu", ends.append)
     assert len(ends) == 1
+
+
+def test_a_worker_that_hangs_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_group = parallel("worker_group")
+    start = worker_group.WorkerGroup._start
+    pids: list[int] = []
+
+    def stopped(group: Any, arguments: Any) -> None:
+        start(group, arguments)
+        pids.extend(group.pids)
+        os.kill(group.pids[0], signal.SIGSTOP)
+
+    monkeypatch.setattr(worker_group.WorkerGroup, "_start", stopped)
+    monkeypatch.setattr(worker_group, "PATIENCE", timedelta(seconds=0.2))
+    ends: list[Exception] = []
+    with pytest.raises(TimeoutError, match="rank 1 has not become ready"):
+        worker_group.WorkerGroup(2, "cpu", ends.append)
+    assert len(ends) == 1
+    assert not is_running(pids[0])
 
 
 def test_a_worker_that_cannot_read_its_weights_says_so() -> None:

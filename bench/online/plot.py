@@ -53,11 +53,15 @@ MARKERS = "osD^vPX"
 
 
 def curves(rows: Sequence[OnlineResult]) -> dict[str, list[OnlineResult]]:
-    """Rows with a rate by target, each rate once (the newest) and in order."""
+    """Rows with a rate by label, each rate once (the newest) and in order. Raises ValueError if one
+    label is of several targets, whose rates would make one curve."""
     found: dict[str, dict[float, OnlineResult]] = {}
     for row in rows:
         if row.rate_rps is not None and row.medians:
             found.setdefault(row.label, {})[row.rate_rps] = row
+    for label, points in found.items():
+        if len({row.target for row in points.values()}) > 1:
+            raise ValueError(f"{label!r} is of several engines, or of one with several settings")
     return {label: [by[rate] for rate in sorted(by)] for label, by in found.items()}
 
 

@@ -13,6 +13,11 @@ from bench.online.metrics import OnlineRun
 from bench.result import PACKAGES, Floor, GpuUse, Hardware, read_rows, write_rows
 
 SCHEMA_VERSION = 1
+# Of a target's settings, what it finds out when it starts: memory that is free, and what follows.
+FOUND_AT_START = frozenset(
+    {"num_kvcache_blocks", "tokens_in_pool", "max_model_length"}
+    | {f"{part}_bytes" for part in ("weights", "activations", "graphs", "pool")}
+)
 CLIENT_PACKAGES = (*PACKAGES, "aiohttp")
 
 
@@ -58,6 +63,13 @@ class OnlineResult(msgspec.Struct, frozen=True):
     error: str | None = None
     """Why there are no numbers, or fewer repeats than asked for. The row stays."""
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def target(self) -> bytes:
+        """Equal for rows of one engine with the same settings: what the label alone does not say,
+        for anybody may choose it."""
+        given = {name: self.config[name] for name in self.config.keys() - FOUND_AT_START}
+        return msgspec.json.encode((self.stage, self.model, given), order="sorted")
 
 
 def read_online(path: Path) -> list[OnlineResult]:

@@ -118,10 +118,11 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def merge(rows: Sequence[OnlineResult]) -> list[OnlineResult]:
-    """One row per engine and rate, of its rows from all rounds."""
-    groups: dict[tuple[str, float | None], list[OnlineResult]] = {}
+    """One row per engine, its settings, work and rate, of its rows from all rounds."""
+    groups: dict[tuple[object, ...], list[OnlineResult]] = {}
     for row in rows:
-        groups.setdefault((row.label, row.rate_rps), []).append(row)
+        key = row.label, row.target, row.sha256, row.rate_rps
+        groups.setdefault(key, []).append(row)
     merged = []
     for group in groups.values():
         runs = [run for row in group for run in row.runs]
@@ -178,6 +179,10 @@ def run(options: SaturationOptions, flags: Sequence[str]) -> int:
     """Exit status: 1 if an engine was not measured at some rate in some round."""
     names = engine_names(options.engines)
     client, for_servers = split_flags(flags)
+    if len(names) > 1 and "label" in map(flag_name, client):
+        raise ValueError(
+            f"--label names one engine, and these are {len(names)}: {', '.join(names)}"
+        )
     for_servers = with_weights(for_servers)
     output = options.output
     output.mkdir(parents=True, exist_ok=True)

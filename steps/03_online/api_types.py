@@ -16,7 +16,15 @@ from typing import (
     NotRequired,  # pydantic needs these before Python 3.12
 )
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    model_validator,
+)
 from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
@@ -24,8 +32,10 @@ from shared.prompts import as_token_ids, split_prompts
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
-# Bounds of lists. What is beyond them is refused before it is looked at: checking a million wrong
-# entries, one error each, would keep every stream waiting.
+# Bounds of lists and objects. What is beyond them is refused before it is looked at: checking a
+# million wrong entries, one error each, would keep every stream waiting. Of a list that may be
+# long, the first wrong entry is the only one that is told.
+MAX_FIELDS = 100
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096  # and parts of one
 MAX_STOPS = 128
@@ -78,18 +88,25 @@ def _as_prompts(value: object) -> list[str | list[int]]:
     return [prompt if isinstance(prompt, str) else as_token_ids(prompt) for prompt in prompts]
 
 
-class ApiRequest(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"at most {MAX_FIELDS} fields, got {len(value)}")
+        return value
+
+
+class ApiRequest(Strict):
     model: str | None = None
     """The served model's name; another one is a 404."""
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
+class StreamOptions(Strict):
     include_usage: bool | None = None
     """A last chunk with the usage and no choices."""
     continuous_usage_stats: bool | None = None
@@ -167,20 +184,16 @@ class CompletionRequest(GenerationRequest):
     suffix: Annotated[Any, Only()] = None
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     """developer is OpenAI's newer name for system."""
     content: Annotated[
-        Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)],
+        Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)],
         BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]),
     ]
 
@@ -193,8 +206,11 @@ class Message(BaseModel):
     name: Annotated[Any, Only()] = None
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
     """This many most probable tokens in every place; needs logprobs."""
@@ -231,7 +247,7 @@ class TokenizeRequest(ApiRequest):
     """Either a prompt or messages."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages, whose template writes its own."""
     add_generation_prompt: bool | None = None
@@ -240,7 +256,7 @@ class TokenizeRequest(ApiRequest):
 
 
 class DetokenizeRequest(ApiRequest):
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 class ErrorDetail(TypedDict):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import re
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -65,6 +67,11 @@ NUM_THREADS = 2
 # for seconds.
 HUGE_BODY = 128 * 1024
 
+# A body is read at once, and nobody can look elsewhere meanwhile: all streams wait, some 15 ms for
+# 512 KiB. So none is taken that is longer than what the model can hold, in JSON's longest spelling.
+BYTES_PER_TOKEN = 16
+LEAST_BODY = 512 * 1024
+
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Prepare = Callable[[Body, Model], tuple[Task, Format]]
@@ -76,7 +83,8 @@ class ApiOptions:
 
     model_name: str
     api_key: str | None = None
-    max_body_bytes: int = 2 * 2**20
+    max_body_bytes: int | None = None
+    """None: by the model's max_model_length."""
     max_output_tokens: int | None = None
     """Most that a request may ask for; None: max_model_length."""
     allow_origins: tuple[str, ...] = ()
@@ -97,17 +105,27 @@ class Api:
         self.is_draining = False
         self.num_preparing = 0
         """Requests that the engine may not know of yet, or that are not streamed."""
-        limits = engine.info.limits
-        self._model = Model(
-            engine.tokenizer,
-            limits,
-            options.max_output_tokens or limits.max_model_length,
-            engine.check_request,
-            engine.max_queued_requests,
-        )
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(NUM_THREADS, "prepare")
         self._huge_thread = ThreadPoolExecutor(1, "prepare-huge")
+
+    @property
+    def _model(self) -> Model:
+        """As the engine is now: one that has been restarted may have other limits."""
+        limits = self.engine.info.limits
+        return Model(
+            self.engine.tokenizer,
+            limits,
+            self.options.max_output_tokens or limits.max_model_length,
+            self.engine.check_request,
+            self.engine.max_queued_requests,
+        )
+
+    @property
+    def max_body_bytes(self) -> int:
+        if self.options.max_body_bytes is not None:
+            return self.options.max_body_bytes
+        return max(LEAST_BODY, BYTES_PER_TOKEN * self.engine.info.limits.max_model_length)
 
     @property
     def is_idle(self) -> bool:
@@ -326,6 +344,17 @@ def _detokenize(body: DetokenizeRequest, model: Model) -> str:
     return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A body of many small lists would have garbage looked for again and again while it is read,
+    which takes several times as long as reading it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _why_not_json(error: Exception, body: bytes) -> str:
     message = f"the body is not valid JSON: {error}"
     if SURROGATE.search(body):
@@ -398,11 +427,11 @@ def _served_route(api: Api) -> type[APIRoute]:
     class ServedRequest(Request):
         async def body(self) -> bytes:
             if not hasattr(self, "_body"):
-                chunks, size = [], 0
+                chunks, size, most = [], 0, api.max_body_bytes
                 async for chunk in self.stream():
                     size += len(chunk)
-                    if size > api.options.max_body_bytes:
-                        raise too_large()
+                    if size > most:
+                        raise too_large(most)
                     chunks.append(chunk)
                 self._body = b"".join(chunks)
             return self._body
@@ -411,12 +440,12 @@ def _served_route(api: Api) -> type[APIRoute]:
             # Several times as fast as json.loads, which all streams would feel.
             body = await self.body()
             try:
-                return msgspec.json.decode(body)
+                with _no_collection():
+                    return msgspec.json.decode(body)
             except (msgspec.DecodeError, RecursionError) as error:
                 raise ApiError(400, _why_not_json(error, body)) from error
 
-    def too_large() -> ApiError:
-        most = api.options.max_body_bytes
+    def too_large(most: int) -> ApiError:
         return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
 
     class ServedRoute(APIRoute):
@@ -425,9 +454,9 @@ def _served_route(api: Api) -> type[APIRoute]:
 
             async def checked(request: Request) -> Response:
                 api.check(request)
-                length = request.headers.get("content-length", "")
-                if length.isdecimal() and int(length) > api.options.max_body_bytes:
-                    raise too_large()
+                length, most = request.headers.get("content-length", ""), api.max_body_bytes
+                if length.isdecimal() and int(length) > most:
+                    raise too_large(most)
                 return await handle(ServedRequest(request.scope, request.receive))
 
             return checked

@@ -149,6 +149,7 @@ class AsyncEngine:
         self._listeners: set[_Listener] = set()
         self._flush_is_due = False
         self._watched: list[int] = []
+        self._next_look: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
         self._watch()
 
@@ -162,7 +163,7 @@ class AsyncEngine:
         build: str | Build | None = None,
     ) -> AsyncEngine:
         """Returns when the engine is ready. Raises what its start raised: ValueError or OSError
-        naming the option or file that is wrong, or EngineDeadError.
+        naming the option or file that is wrong, or EngineStartError.
 
         `in_process` and `build` are those of EngineClient.
         """
@@ -180,6 +181,7 @@ class AsyncEngine:
             await engine._started.wait()
             if engine.error is not None:
                 raise engine.error
+            engine._look_for_hang()
         except BaseException:
             await engine._end(0)
             raise
@@ -313,6 +315,8 @@ class AsyncEngine:
         for descriptor in self._watched:
             self._loop.remove_reader(descriptor)
         self._watched.clear()
+        if self._next_look is not None:
+            self._next_look.cancel()
 
     def _receive(self) -> None:
         while (progress := self._client.receive()) is not None:
@@ -325,6 +329,13 @@ class AsyncEngine:
         if self._client.hears_end():
             self._unwatch()  # the end closes what is watched
             self._ending = self._loop.create_task(self._follow_to_end())
+
+    def _look_for_hang(self) -> None:
+        self._receive()
+        if self._client.notes_hang():
+            self._listen_for_end()
+        elif (seconds := self._client.look_seconds) is not None:
+            self._next_look = self._loop.call_later(seconds, self._look_for_hang)
 
     async def _follow_to_end(self) -> None:
         # In a thread: a process takes a while to give back a GPU's memory, and streams of other

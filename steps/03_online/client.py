@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import select
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,16 @@ from .messages import (
 )
 from .transport import END_SECONDS, ProcessTransport, ThreadTransport, Transport
 
+logger = logging.getLogger(__name__)
+
 # Before commands that found no room are tried again: the engine is in a long step.
 RETRY_SECONDS = 0.01
+# Of a step, unless the config says it: a large part of a long prompt takes a CPU minutes.
+STEP_SECONDS = 60.0
+STEP_SECONDS_CPU = 600.0
+# The longest wait that counts as silence of the engine's, and not of the one who waits: a process
+# that has been stopped itself, or has not asked for an hour, must not blame the engine for it.
+LOOK_SECONDS = 10.0
 
 
 class EngineDeadError(RuntimeError):
@@ -50,6 +59,10 @@ class EngineDeadError(RuntimeError):
 
 class EngineClosedError(EngineDeadError):
     """It was told to end."""
+
+
+class EngineStartError(EngineDeadError, ChildProcessError):
+    """It has ended before it was ready. An OSError, so that programs end with one line."""
 
 
 @dataclass
@@ -106,6 +119,10 @@ class EngineClient:
         self._pending: list[bytes] = []
         self._num_sent = 0
         self._last_words = b""
+        self._step_timeout = config.step_timeout
+        self._silence = 0.0
+        self._last_look = 0.0
+        self._hang: str | None = None
         self.transport = transport or (_thread if in_process else _process)(build)
         options = config.model_dump(include=config.model_fields_set)
         level = logging.getLogger().getEffectiveLevel()
@@ -142,6 +159,8 @@ class EngineClient:
         tokens = self.check_request(prompt_token_ids, params)
         self._command(Add.of(request_id, tokens, params))
         most = min(params.max_tokens, self.ready_info.max_model_length - len(tokens))
+        if not self._expected:
+            self._end_silence()  # there was nothing to say
         expected = _Expected(self._num_sent + 1, len(tokens), dict.fromkeys(range(params.n), most))
         self._expected[request_id] = expected
         self.outstanding_tokens += expected.num_tokens
@@ -174,6 +193,7 @@ class EngineClient:
     def receive(self) -> Progress | None:
         """What has come, frame by frame, without what nobody expects; None: nothing is there."""
         while self.is_alive and (frame := self.transport.endpoint.receive()) is not None:
+            self._end_silence()
             match decode_event(frame):
                 case Hello():
                     self.transport.connected()
@@ -188,11 +208,11 @@ class EngineClient:
         """Call when the lifeline has something to say: sets `error` if the engine has ended, once
         its process is gone."""
         if self.hears_end():
-            self._has_ended(self.transport.close())
+            self._has_ended(self.transport.close(END_SECONDS if self._hang is None else 0))
 
     def hears_end(self) -> bool:
-        """The part of `listen_for_end` that never waits: has the engine ended?"""
-        while self.is_alive:
+        """The part of `listen_for_end` that never waits: has the engine ended, or does it hang?"""
+        while self.is_alive and self._hang is None:
             try:
                 data = self.transport.lifeline.recv(4096)
             except BlockingIOError:
@@ -202,15 +222,54 @@ class EngineClient:
             if not data:
                 return True
             self._last_words += data
-        return False
+        return self.is_alive
+
+    @property
+    def step_seconds(self) -> float:
+        """Most that a step may take."""
+        if self._step_timeout is not None:
+            return self._step_timeout
+        is_cpu = str(self.ready_info.description.get("device")).startswith("cpu")
+        return STEP_SECONDS_CPU if is_cpu else STEP_SECONDS
+
+    @property
+    def look_seconds(self) -> float | None:
+        """Until the next `notes_hang` at the latest; None while nothing can hang: an engine that
+        starts takes its time."""
+        return None if self.info is None else min(LOOK_SECONDS, self.step_seconds / 4)
+
+    def notes_hang(self) -> bool:
+        """Call after `receive` has found nothing: does the engine hang, which has work to do and
+        has said nothing for longer than a step may take? Then `listen_for_end` ends it.
+
+        It speaks after every step, or every 50 ms. Whatever its step waits for, a kernel, another
+        rank that is stopped, a lock, shows in this way.
+        """
+        now = time.monotonic()
+        waited, self._last_look = now - self._last_look, now
+        if self.is_alive and self._expected and self.look_seconds is not None:
+            self._silence += min(waited, self.look_seconds)
+            if self._silence >= self.step_seconds:
+                ranks = self.ready_info.description.get("tensor_parallel_size", 1)
+                who = "the engine" if ranks == 1 else f"the engine, or one of its {ranks} ranks,"
+                self._hang = (
+                    f"{who} hangs: it has {len(self._expected)} requests and has said nothing "
+                    f"for {self.step_seconds:g} s, longer than a step may take (step_timeout)"
+                )
+                logger.error("%s", self._hang)
+        return self._hang is not None
+
+    def _end_silence(self) -> None:
+        self._silence, self._last_look = 0.0, time.monotonic()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until there may be something to receive, or the engine has ended; in seconds."""
+        """Until there may be something to receive, or the engine has ended, or it is time to ask
+        again; in seconds."""
         if not self.is_alive:
             return
-        may_have_ended = self.transport.wait(timeout)
+        may_have_ended = self.transport.wait(_sooner(timeout, self.look_seconds))
         # What it has said before comes first.
-        if may_have_ended and not self.transport.endpoint.can_receive:
+        if not self.transport.endpoint.can_receive and (may_have_ended or self.notes_hang()):
             self.listen_for_end()
 
     def wait_until_ready(self) -> EngineInfo:
@@ -284,26 +343,26 @@ class EngineClient:
 
     def _has_ended(self, how: str | None) -> None:
         """`how`: in words; None if it was told to."""
-        if how is None:
-            self.error = EngineClosedError("the engine is closed")
-        elif not self._last_words:
-            self.error = EngineDeadError(how)
-        else:
-            failure = decode_failure(self._last_words)
-            if self.info is None and failure.kind in (ValueError.__name__, OSError.__name__):
-                kind = ValueError if failure.kind == ValueError.__name__ else OSError
-                self.error = kind(failure.message)
-            else:
-                reason = f"{failure.kind}: {failure.message}"
-                self.error = EngineDeadError(f"the engine failed: {reason}")
+        self.error = self._reason(how)
         self.cut_short = tuple(self._expected)
         self._expected.clear()
         self.outstanding_tokens = 0
 
+    def _reason(self, how: str | None) -> EngineDeadError | ValueError | OSError:
+        if how is None:
+            return EngineClosedError("the engine is closed")
+        kind = EngineDeadError if self.info is not None else EngineStartError
+        if not self._last_words:
+            return kind(self._hang or how)
+        failure = decode_failure(self._last_words)
+        if self.info is None and failure.kind in (ValueError.__name__, OSError.__name__):
+            return (ValueError if failure.kind == ValueError.__name__ else OSError)(failure.message)
+        return kind(f"the engine failed: {failure.kind}: {failure.message}")
+
 
 def wait_until_ready(clients: Sequence[EngineClient]) -> None:
-    """Raises what the start of one of them raised: ValueError, OSError or EngineDeadError. Whatever
-    is raised, Ctrl-C included, all of them are gone."""
+    """Raises what the start of one of them raised: ValueError or OSError, such as EngineStartError.
+    Whatever is raised, Ctrl-C included, all of them are gone."""
     try:
         while True:
             for client in clients:
@@ -320,18 +379,25 @@ def wait_until_ready(clients: Sequence[EngineClient]) -> None:
 
 
 def wait_for_any(clients: Sequence[EngineClient], timeout: float | None = None) -> None:
-    """Until one of them may have something to receive, or has ended; in seconds. Only after the
-    last `receive` of each has found nothing: what has come is not told twice."""
+    """Until one of them may have something to receive, or has ended, or it is time to ask again; in
+    seconds. Only after the last `receive` of each has found nothing: what has come is not told
+    twice."""
     poll = select.poll()
-    lifelines = {client.transport.lifeline.fileno(): client for client in clients}
     for client in clients:
+        timeout = _sooner(timeout, client.look_seconds)
         poll.register(client.transport.endpoint.fileno(), select.POLLIN)
         poll.register(client.transport.lifeline.fileno(), select.POLLIN)
-    for descriptor, _ in poll.poll(None if timeout is None else math.ceil(timeout * 1e3)):
-        client_at_end = lifelines.get(descriptor)
+    ready = dict(poll.poll(None if timeout is None else math.ceil(timeout * 1e3)))
+    for client in clients:
+        may_have_ended = client.transport.lifeline.fileno() in ready
         # What it has said before comes first.
-        if client_at_end is not None and not client_at_end.transport.endpoint.can_receive:
-            client_at_end.listen_for_end()
+        if not client.transport.endpoint.can_receive and (may_have_ended or client.notes_hang()):
+            client.listen_for_end()
+
+
+def _sooner(first: float | None, second: float | None) -> float | None:
+    """None: never."""
+    return min((seconds for seconds in (first, second) if seconds is not None), default=None)
 
 
 def _thread(build: str | Build | None) -> Transport:

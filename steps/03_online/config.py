@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import pydantic
 
@@ -20,11 +20,14 @@ class OnlineConfig(EngineConfig):
     """An engine by its stage's name, and its options. An option that only other engines have is
     refused."""
 
-    own_fields: ClassVar[frozenset[str]] = frozenset({"engine"})
+    own_fields: ClassVar[frozenset[str]] = frozenset({"engine", "step_timeout"})
     """What the front end alone has to know."""
 
     engine: str = DEFAULT_ENGINE
     """The stage whose engine runs behind the front end."""
+    step_timeout: Annotated[float, pydantic.Field(gt=0)] | None = None
+    """Seconds that a step may take: an engine that has requests and says nothing for so long hangs,
+    and is ended. Default: 60, on a CPU 600. inf: any."""
 
     @pydantic.model_validator(mode="after")
     def _check_engine(self) -> OnlineConfig:

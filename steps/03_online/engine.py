@@ -116,4 +116,5 @@ def described(config: OnlineConfig, info: EngineInfo) -> dict[str, object]:
     fields = type(wrapped).model_fields.keys()
     own = wrapped.model_dump(include=fields - EngineConfig.model_fields.keys())
     foreign = dict.fromkeys(type(config).model_fields.keys() - fields)
-    return {**foreign, **own, **info.description, "engine": info.stage}
+    front = {"engine": info.stage, "step_timeout": config.step_timeout}
+    return {**foreign, **own, **info.description, **front}

@@ -8,8 +8,10 @@ only learns that.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +73,7 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
     details = []
     for error in errors[:MAX_ERRORS]:
         where = _path(error["loc"])
-        if not where:
+        if not where and error["type"] != "value_error":
             details.append("the body must be a JSON object with Content-Type: application/json")
         elif error["type"] == "extra_forbidden":
             details.append(f"{where} is not supported")
@@ -79,7 +81,7 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
             details.append(f"{where} is missing")
         else:
             what = error["msg"].removeprefix("Value error, ")
-            details.append(f"{where}: {what}, got {_shown(error['input'])}")
+            details.append(f"{where or 'the body'}: {what}, got {_shown(error['input'])}")
     return ApiError(400, "; ".join(details), _path(errors[0]["loc"]) or None)
 
 
@@ -132,5 +134,22 @@ def _path(loc: Sequence[int | str]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = _short.repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+class _Short(reprlib.Repr):
+    """Spells the beginning of a value, however large it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxdict = MAX_SHOWN // 4
+        self.maxstring = self.maxlong = 2 * MAX_SHOWN
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        # The original would sort all keys first.
+        first = dict(itertools.islice(value.items(), self.maxdict + 1))
+        return super().repr_dict(first, level)
+
+
+_short = _Short()

@@ -37,8 +37,9 @@ class ServeOptions:
     """Clients must send it: Authorization: Bearer KEY."""
     served_model_name: str | None = None
     """What clients call the model. Default: --model as given, or "tiny"."""
-    max_body_bytes: int = 2 * 2**20
-    """Longer requests are refused (413)."""
+    max_body_bytes: int | None = None
+    """Longer requests are refused (413). Default: 16 for every token that the model can hold, at
+    least 512 KiB."""
     max_connections: int = 2048
     """Most open connections; further ones are refused (503)."""
     request_timeout: float = 30.0

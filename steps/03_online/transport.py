@@ -35,6 +35,8 @@ MAX_COMMANDS_IN_FLIGHT = 1000
 END_SECONDS = 5.0
 # From the end of its lifeline to the end of the process.
 REAP_SECONDS = 2.0
+# From kill -9 to the end of the process, which gives back a GPU's memory first.
+KILLED_SECONDS = 60.0
 # Of an engine that ends by itself: time to send what it has already produced.
 LINGER_MS = 1000
 
@@ -181,10 +183,17 @@ class ProcessTransport(Transport):
         self, build: str, name: str = "engine", environment: Mapping[str, str] | None = None
     ) -> None:
         """`build`: "module:function", called in the process to make the engine. `name`: what it is
-        called in its log. `environment`: variables that it has besides those of this process."""
+        called in its log. `environment`: variables that it has besides those of this process.
+        Raises OSError, also if the directory's path is too long for a socket's."""
         self._directory = tempfile.mkdtemp(prefix="baby-vllm-")  # for this user alone (mode 0700)
         try:
-            address = f"ipc://{self._directory}/engine"
+            socket_path = f"{self._directory}/engine"
+            if (length := len(os.fsencode(socket_path))) > zmq.IPC_PATH_MAX_LEN:
+                raise OSError(
+                    f"the path of a socket in {tempfile.gettempdir()} has {length} bytes, and at "
+                    f"most {zmq.IPC_PATH_MAX_LEN} are allowed: set TMPDIR to a shorter directory"
+                )
+            address = f"ipc://{socket_path}"
             self._open(address)
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             with self._their_lifeline:
@@ -212,7 +221,10 @@ class ProcessTransport(Transport):
         # nobody else's until the process is reaped.
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        return how_it_ended(self._process.wait())
+        try:
+            return how_it_ended(self._process.wait(KILLED_SECONDS))
+        except subprocess.TimeoutExpired:
+            return "the engine process was killed and has not ended: a driver may keep it"
 
 
 class ThreadTransport(Transport):

@@ -136,7 +136,7 @@ class AsyncEngine:
         """All replicas are ready."""
         self.replicas = replicas
         self.tokenizer = tokenizer
-        self.info = combined(config, [replica.info for replica in replicas])
+        self._config = config
         self.max_queued_requests = max_queued_requests
         limits = self.info.limits
         self._router = Router(len(replicas), config.routing, limits.block_size, limits.num_blocks)
@@ -156,7 +156,7 @@ class AsyncEngine:
         build: Any = None,
     ) -> AsyncEngine:
         """Returns when all replicas are ready. Raises what the start of one raised: ValueError or
-        OSError naming the option or file that is wrong, or EngineDeadError; the others have ended.
+        OSError naming the option or file that is wrong, or EngineStartError; the others have ended.
 
         `in_process` and `build` are those of EngineClient.
         """
@@ -176,6 +176,12 @@ class AsyncEngine:
             await asyncio.gather(*(replica.close() for replica in replicas))
             raise
         return cls(config, replicas, tokenizer, max_queued_requests)
+
+    @property
+    def info(self) -> Any:
+        """Of all replicas together. A restarted one may have another number of blocks than before:
+        what it shares a GPU with has changed."""
+        return combined(self._config, [replica.info for replica in self.replicas])
 
     @property
     def stats(self) -> EngineStats:
@@ -208,7 +214,8 @@ class AsyncEngine:
         """The prompt as [n] int32. Raises the ValueError that `generate` would raise, and
         EngineDeadError."""
         self._check_alive()
-        return check_request(prompt_token_ids, params, self.info.limits, self.info.cuts_prompts)
+        info = self.info
+        return check_request(prompt_token_ids, params, info.limits, info.cuts_prompts)
 
     def generate(
         self, request_id: str, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 BUILD = f"{build_engine.__module__}:build_engine"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Ranks of all replicas on CPUs, a process of some 300 MB each. GPUs are counted.
+MAX_CPU_RANKS = 64
 
 
 class Launcher:
@@ -27,14 +29,17 @@ class Launcher:
 
     def __init__(self, config: ParallelConfig, build: Any = None, in_process: bool = False) -> None:
         """`build` and `in_process` are those of EngineClient. Raises ValueError if there are not
-        devices enough."""
+        devices enough, or too many replicas for a CPU."""
         self.config = config
         self._build = build
         self._in_process = in_process
         self._devices: list[str] = []
         """A replica's, as CUDA_VISIBLE_DEVICES names them; none at all on cpu."""
-        if config.distributed_backend == "process" and config.device != "cpu":
-            self._devices = assign_devices(config, visible_devices(os.environ))
+        if config.distributed_backend == "process":
+            if config.device != "cpu":
+                self._devices = assign_devices(config, visible_devices(os.environ))
+            if not self._devices and config.num_devices > MAX_CPU_RANKS:
+                raise ValueError(f"{config.needs}, but at most {MAX_CPU_RANKS} ranks run on a CPU")
 
     def start(self, number: int) -> Any:
         """The EngineClient of a replica, which is not waited for."""
@@ -85,7 +90,7 @@ def assign_devices(config: ParallelConfig, visible: Sequence[str]) -> list[str]:
     ids = config.device_ids or range(config.num_devices)
     if not visible and config.device == "auto" and not config.device_ids:
         return []
-    if max(ids) >= len(visible):
+    if max(config.device_ids, default=config.num_devices - 1) >= len(visible):
         there = f"{len(visible)} GPUs can be seen"
         if config.device_ids:
             raise ValueError(f"device_ids={list(ids)} names GPU {max(ids)}, but {there}")

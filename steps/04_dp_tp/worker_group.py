@@ -25,7 +25,7 @@ from shared.engine.step_plan import StepPlan
 from shared.models.config import ModelConfig
 
 from .channel import Sender, open_memory
-from .group import DROP, MAKE, STEP, Make, join, open_store
+from .group import DROP, MAKE, PATIENCE, STEP, Make, join, open_store
 from .online import online
 
 logger = logging.getLogger(__name__)
@@ -189,9 +189,16 @@ class WorkerGroup:
         self._sender.send(np.concatenate((np.array([kind], np.int32), header)), words)
 
     def _wait_for_all(self) -> None:
-        """Until every worker has said that it is ready for what comes next."""
-        for channel in self._channels:
-            if not channel.recv(1):
+        """Until every worker has said that it is ready for what comes next. Raises
+        ConnectionResetError if one has ended, and TimeoutError if one takes too long."""
+        for rank, channel in enumerate(self._channels, 1):
+            channel.settimeout(PATIENCE.total_seconds())
+            try:
+                is_ready = channel.recv(1)
+            except TimeoutError:
+                raise TimeoutError(f"tensor-parallel rank {rank} has not become ready") from None
+            channel.settimeout(None)
+            if not is_ready:
                 raise ConnectionResetError("a worker has ended")
 
     def _watch(self) -> None:
