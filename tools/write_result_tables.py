@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from bench.all_reduce import Report as AllReduceReport
 from bench.channels import Report as ChannelReport
 from bench.decode_profile import ProfileReport
 from bench.kernels import KernelReport
@@ -21,7 +22,7 @@ from bench.result import read_results
 from bench.small_batch import Report as SmallBatchReport
 from bench.tables import markdown
 from tools import generated_page
-from tools.docsite.results import profile_lines
+from tools.docsite.results import all_reduce_lines, profile_lines
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -111,12 +112,24 @@ def channels(report: ChannelReport) -> str:
     return "\n".join([*lines, "", f"{medians} Commit {commit}; {versions}."])
 
 
+def all_reduce(report: AllReduceReport) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    title = (
+        f"**Sums over {report.ranks} ranks, bfloat16; {report.hardware.gpus[0].name}; floor: the "
+        f"bytes a rank receives at {report.gb_per_second:,.0f} GB/s**"
+    )
+    commit = f"{(report.commit or 'unknown')[:10]}{'+changes' if report.dirty else ''}"
+    lines = all_reduce_lines(msgspec.to_builtins(report.rows))
+    return "\n".join([title, "", *lines, "", f"Median of one sum. Commit {commit}; {versions}."])
+
+
 def _decoded(kind: type[Any], table: Callable[[Any], str]) -> Callable[[Path], str]:
     return lambda path: table(msgspec.json.decode(path.read_bytes(), type=kind))
 
 
 # How a file's name begins -> the tables made of the file. Others hold rows of offline workloads.
 TABLES: dict[str, Callable[[Path], str]] = {
+    "all_reduce": _decoded(AllReduceReport, all_reduce),
     "channels": _decoded(ChannelReport, channels),
     "kernels": _decoded(KernelReport, kernels),
     "decode_profile": _decoded(ProfileReport, decode_profile),

@@ -91,6 +91,8 @@ class Expander:
             "traces": self.traces,
             "small_batch": results.small_batch,
             "decode_profile": results.decode_profile,
+            "all_reduce": results.all_reduce,
+            "all_reduced": results.all_reduced,
             "parallel": lambda stage, names: parallel.tables(stage, names.split(",")),
             "value": lambda path, name: sources.constant(path, name),
         }

@@ -393,6 +393,49 @@ def small_batch() -> str:
     return "\n\n".join(parts)
 
 
+def all_reduce() -> str:
+    """Sums over ranks, from all_reduce_*.json."""
+    parts = []
+    for path in sorted(RESULTS.rglob("all_reduce_*.json")):
+        report = json.loads(path.read_text())
+        gpus = report["hardware"]["gpus"]
+        note = (
+            f"<small>{report['ranks']} x {gpus[0]['name']}, bfloat16, in CUDA graphs; one GPU "
+            f"sends to the other at {report['gb_per_second']:,.0f} GB/s while as much flows back. "
+            f"`bench/results/{path.relative_to(RESULTS)}`, commit {commit(report)}.</small>"
+        )
+        parts.append("\n".join([*all_reduce_lines(report["rows"]), "", note]))
+    if not parts:
+        raise ValueError("no results of sums over ranks")
+    return "\n\n".join(parts)
+
+
+def all_reduced(kilobytes: str, way: str = "peers_us", times: str = "0") -> str:
+    """Microseconds of one sum of that size; of so many, milliseconds."""
+    (path,) = RESULTS.rglob("all_reduce_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    (one,) = [row[way] for row in rows if row["kilobytes"] == int(kilobytes)]
+    return f"{one * int(times) / 1e3:.2f}" if int(times) else f"{one:.1f}"
+
+
+def all_reduce_lines(rows: Sequence[Row]) -> list[str]:
+    ways = {
+        "nccl_us": "NCCL",
+        "one_shot_us": "symmetric memory, one shot",
+        "two_shot_us": "two shots",
+        "peers_us": "here",
+    }
+    lines = [
+        "| KiB | floor µs | " + " | ".join(f"{way} µs" for way in ways.values()) + " |",
+        "|" + "---:|" * (2 + len(ways)),
+    ]
+    for row in rows:
+        times = ["-" if row[way] is None else f"{row[way]:.1f}" for way in ways]
+        cells = [f"{row['kilobytes']:,}", f"{row['floor_us']:.1f}", *times]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def decode_profile() -> str:
     """Where the time of a decode step goes, from decode_profile_*.json: a table per model."""
     parts = []
