@@ -94,6 +94,7 @@ class Expander:
             "all_reduce": results.all_reduce,
             "all_reduced": results.all_reduced,
             "parallel": lambda stage, names: parallel.tables(stage, names.split(",")),
+            "served": lambda names: parallel.served(names.split(",")),
             "value": lambda path, name: sources.constant(path, name),
         }
 

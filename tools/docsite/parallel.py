@@ -1,4 +1,4 @@
-"""Tables of stage 04: what several GPUs bring."""
+"""Tables of stages 03 and 04: servers under load, and what several GPUs bring."""
 
 from __future__ import annotations
 
@@ -42,6 +42,20 @@ def tables(stage: str, names: Sequence[str]) -> str:
             missing.append(f"`{name}`")
     if missing:
         parts.append(f"Not measured yet on several GPUs: {', '.join(missing)}.")
+    return "\n\n".join(parts)
+
+
+def served(names: Sequence[str]) -> str:
+    """Of every named scenario a table for each model, whatever served it."""
+    parts = []
+    for name in names:
+        found = [
+            _table(rows, metrics, source)
+            for source in results.files()
+            for metrics, rows in _online(source, name)
+        ]
+        text = "\n\n".join(found) or "No result in this repository yet."
+        parts.append(f"**`{name}`**\n\n{text}")
     return "\n\n".join(parts)
 
 
