@@ -88,13 +88,14 @@ def _advance_prompt(
 
 
 def abandon(schedule: Schedule, error: Exception, queues: Queues) -> list[StepOutput]:
-    """The forward pass failed: its sequences count tokens as computed that are not, so they end
-    here. The others never notice. Raises `error` if it is RunnerLost: nothing can go on then."""
+    """The forward pass failed: its sequences count tokens as computed that are not, so those that
+    have not left meanwhile end here. The others never notice. Raises `error` if it is RunnerLost:
+    nothing can go on then."""
     if isinstance(error, RunnerLost):
         raise error
-    queues.finish(schedule.sequences)
+    sequences = [s for s in schedule.sequences if s.is_running]
+    queues.finish(sequences)
     text = f"{type(error).__name__}: {error}"
     return [
-        StepOutput(s.request_id, s.index, [], finish_reason="abort", error=text)
-        for s in schedule.sequences
+        StepOutput(s.request_id, s.index, [], finish_reason="abort", error=text) for s in sequences
     ]

@@ -37,12 +37,19 @@ class Queues:
 
     def by_phase(self) -> tuple[list[Sequence], list[Sequence]]:
         """(decodes, prompts) of the running sequences, each in order of admission. A preempted
-        sequence that is computed again is a prompt until it has caught up."""
-        decoding = self.table.decoding[self.slots_of(self.running)]
-        if decoding.all():
+        sequence that is computed again is a prompt until it has caught up. Without those that need
+        no further step, and only wait for the result of one in flight."""
+        table, slots = self.table, self.slots_of(self.running)
+        decoding, known = table.decoding[slots], table.num_tokens[slots]
+        last = np.where(decoding, table.finish_length[slots] - 1, known)
+        due = table.num_computed_tokens[slots] < last
+        if decoding.all() and due.all():
             return self.running, []
-        decodes = [self.running[row] for row in np.flatnonzero(decoding).tolist()]
-        return decodes, [self.running[row] for row in np.flatnonzero(~decoding).tolist()]
+        decodes, prompts = decoding & due, ~decoding & due
+        return (
+            [self.running[row] for row in np.flatnonzero(decodes).tolist()],
+            [self.running[row] for row in np.flatnonzero(prompts).tolist()],
+        )
 
     def slots_of(self, sequences: list[Sequence]) -> np.ndarray:
         """[len(sequences)]. Those of `running` are looked up once for as long as nobody comes or

@@ -62,6 +62,12 @@ class StepClock:
     def lap(self) -> None:
         self.laps.append(time.perf_counter())
 
+    def resume(self) -> None:
+        """What has passed since the last lap does not count."""
+        pause = time.perf_counter() - self.laps[-1]
+        self.started += pause
+        self.laps = [lap + pause for lap in self.laps]
+
     def milliseconds(self) -> list[float]:
         times = [self.started, *self.laps]
         return [round((b - a) * 1e3, 4) for a, b in pairwise(times)]

@@ -97,7 +97,7 @@ class Scheduler:
         while queues.waiting and queues.table.num_free and budget:
             sequence = queues.waiting[0]
             prefix = manager.find_prefix(sequence)
-            if manager.will_hit(sequence, prefix, schedule.sequences):
+            if manager.will_hit(sequence, prefix, self._computing(schedule)):
                 break
             if not manager.can_admit(prefix, sequence.num_tokens, reserved):
                 break
@@ -107,6 +107,10 @@ class Scheduler:
             schedule.add(sequence, chunk)
             budget -= chunk
             reserved += manager.num_blocks_needed(sequence, sequence.num_uncomputed_tokens)
+
+    def _computing(self, schedule: Schedule) -> list[Sequence]:
+        """Prompts of which something is being computed when a new one is looked at."""
+        return schedule.sequences
 
     def _may_admit(self, decodes: Schedule, prefills: Schedule, budget: int) -> bool:
         # Whoever had to give its blocks back in this step would be the first to ask for them.
