@@ -41,10 +41,12 @@ def expected_output(prompt: list[int], num_tokens: int, vocab_size: int) -> list
 class FakeHandle:
     used_graph = False
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, runner: FakeRunner) -> None:
         self._result = result
+        self._runner = runner
 
     def result(self) -> StepResult:
+        self._runner.num_results += 1
         return self._result
 
 
@@ -58,6 +60,7 @@ class FakeRunner:
         self.block_tables = np.zeros((limits.max_num_sequences, columns), np.int32)
         self.sampled = np.full(limits.max_num_sequences, EMPTY, np.int64)
         self.batches: list[Batch] = []
+        self.num_results = 0  # that somebody has read
 
     def submit(self, batch: Batch) -> FakeHandle:
         limits = self.limits
@@ -79,7 +82,7 @@ class FakeRunner:
         for row in range(batch.num_rows):
             self._read(batch, row)
         self.batches.append(batch)
-        return FakeHandle(StepResult(said))
+        return FakeHandle(StepResult(said), self)
 
     def _read(self, batch: Batch, row: int) -> np.ndarray:
         """The row's tokens, from the pool: all of them written, each at its own position."""
@@ -153,17 +156,20 @@ class Step:
     preempted: list[str]
     num_decode_rows: int
     order: list[str]  # of the batch
+    decoding: list[str]  # what could decode when it was decided
 
 
 def watch(engine: Any) -> list[Step]:
-    """Every decision from now on is appended to the list that this returns."""
+    """Every decision from now on is appended to the list that this returns; one to wait for the
+    step in flight is none."""
     taken: list[Step] = []
     schedule = engine.scheduler.schedule
 
     def watched() -> Schedule:
         decoding, _ = engine.queues.by_phase()
         made: Schedule = schedule()
-        step = Step([], [], [], made.num_decode_rows, [s.name for s in made.sequences])
+        order, names = [s.name for s in made.sequences], [s.name for s in decoding]
+        step = Step([], [], [], made.num_decode_rows, order, names)
         step.preempted += [s.name for s in made.preempted]
         for sequence, length in zip(made.sequences, made.num_new_tokens, strict=True):
             if sequence in decoding:
@@ -171,7 +177,8 @@ def watch(engine: Any) -> list[Step]:
                 step.decodes.append(sequence.name)
             else:
                 step.chunks.append((sequence.name, sequence.num_computed_tokens, length))
-        taken.append(step)
+        if made.sequences:
+            taken.append(step)
         return made
 
     engine.scheduler.schedule = watched

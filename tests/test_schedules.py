@@ -116,7 +116,7 @@ def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
             if request.aborted_after is not None and now == request.arrival + request.aborted_after:
                 engine.abort_request(str(number))
                 aborted.add(number)
-        steps_run = len(runner.batches)
+        steps_run = runner.num_results
         busy = engine.has_unfinished_requests()
         for output in engine.step():
             key = (int(output.request_id), output.index)
@@ -126,7 +126,7 @@ def test_any_schedule(stage: str, data: st.DataObject, caching: bool) -> None:
             if output.finish_reason is not None:
                 reasons[key] = output.finish_reason
         engine.block_manager.check()
-        assert len(runner.batches) == steps_run + busy, "a step without progress"
+        assert runner.num_results >= steps_run + busy, "a step without progress"
         if busy:
             assert runner.batches[-1].num_tokens <= lim.max_num_batched_tokens
             assert runner.batches[-1].num_rows <= lim.max_num_sequences
