@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,7 @@ from bench.svg import FAINT, Picture
 from shared.engine.trace import StepRecord, read_trace
 from steps import load, names
 from tools import draw_trace
-from tools.docsite import traces
+from tools.docsite import changes, traces
 from tools.draw_trace import duration
 
 ROOT = Path(__file__).parent.parent
@@ -135,7 +134,9 @@ def pictures() -> dict[str, str]:
     found = recorded(SCENARIO)
     made = {"timeline_stages.svg": draw(found, "The same arrivals in every stage")}
     stages = list(found)
-    for before, stage in pairwise(stages):
+    for stage in stages:
+        if (before := changes.before(stage)) is None:
+            continue
         pair = {before: found[before], stage: found[stage]}
         made[f"timeline_{stage}.svg"] = draw(pair, f"The same arrivals in {before} and {stage}")
     for stage, records in found.items():

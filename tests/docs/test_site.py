@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import steps
 from tests.docs.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -98,9 +99,7 @@ def test_no_macro_is_left_over(site: Path) -> None:
             assert not re.search(r"\{\{ [a-z_]+ ", path.read_text()), path
 
 
-@pytest.mark.parametrize(
-    "stage", ["00_baseline", "01_chunked_prefill", "02_batch_reorder", "03_online"]
-)
+@pytest.mark.parametrize("stage", steps.names())
 def test_stage_pages_have_one_form(stage: str) -> None:
     text = (ROOT / "docs" / "stages" / f"{stage}.md").read_text()
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)

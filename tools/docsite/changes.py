@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from dataclasses import dataclass
 
 from tools.docsite import ROOT, sources
@@ -26,14 +27,17 @@ def stages() -> list[str]:
 
 
 def before(stage: str) -> str | None:
-    """The stage it is compared with: the one before; None for the first, and for one without a
-    scheduler, which wraps any of the others. Raises ValueError for an unknown one."""
+    """The stage it is compared with: the one whose scheduler it extends, else the one before; None
+    for the first, and for one without a scheduler, which wraps any of the others. Raises ValueError
+    for an unknown one."""
     known = stages()
     if stage not in known:
         raise ValueError(f"no stage {stage!r}; there are: {', '.join(known)}")
     index = known.index(stage)
-    has_scheduler = "scheduler.py" in files_of(stage)
-    return known[index - 1] if index and has_scheduler else None
+    if not index or "scheduler.py" not in files_of(stage):
+        return None
+    extends = re.search(r'load\("(\w+)"\)', "".join(_lines(f"steps/{stage}/scheduler.py")))
+    return extends[1] if extends else known[index - 1]
 
 
 def files_of(stage: str) -> list[str]:

@@ -91,6 +91,7 @@ class Expander:
             "traces": self.traces,
             "small_batch": results.small_batch,
             "decode_profile": results.decode_profile,
+            "idle": results.idle,
             "all_reduce": results.all_reduce,
             "all_reduced": results.all_reduced,
             "parallel": lambda stage, names: parallel.tables(stage, names.split(",")),

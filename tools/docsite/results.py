@@ -459,6 +459,13 @@ def decode_profile() -> str:
     return "\n\n".join(parts)
 
 
+def idle(name: str, rows: str) -> str:
+    """Percentage of a decode step of so many rows in which no kernel ran."""
+    report = json.loads((RESULTS / name).read_text())
+    (step,) = [step for step in report["steps"] if step["rows"] == int(rows)]
+    return f"{100 * (1 - step['busy'] / step['step']):.0f}"
+
+
 def profile_lines(steps: Sequence[Row]) -> list[str]:
     """The lines of a table with a column for each step: its parts, and what is not busy."""
     lines = []
