@@ -24,6 +24,7 @@ import tyro
 
 from bench.gpu import hardware
 from bench.result import Hardware, git_state, library_versions, now
+from shared.cli import run_main
 from shared.layers.tensor_parallel import TensorParallel
 
 group: Any = importlib.import_module("steps.04_dp_tp.group")
@@ -85,7 +86,7 @@ def measure(rank: int, ranks: int, port: int, json: Path | None) -> None:
         if tp.peers is not None and tp.peers.takes(x):
             ways["peers"] = partial(tp.peers, x)
         times = {f"{way}_us": None if call is None else timed(call) for way, call in ways.items()}
-        floor = (ranks - 1) * x.nbytes / bandwidth * 1e6
+        floor = 2 * (ranks - 1) / ranks * x.nbytes / bandwidth * 1e6
         rows.append(Measurement(kilobytes, floor, **times))  # type: ignore[arg-type]
         if rank == 0:
             cells = [f"{way} {'' if t is None else f'{t:.1f}':>7}" for way, t in times.items()]
@@ -138,11 +139,15 @@ def write(json: Path, ranks: int, bandwidth: float, rows: list[Measurement]) -> 
     json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def main(gpus: int = 2, json: Path | None = None) -> None:
-    """Measure on the first GPUs; `json` is where the full report goes."""
+def main(gpus: int = 2, json: Path | None = None) -> int:
+    """Measure on the first GPUs; `json` is where the full report goes. Raises ValueError for fewer
+    than two."""
+    if not 2 <= gpus <= torch.cuda.device_count():
+        raise ValueError(f"--gpus {gpus}: at least 2, and {torch.cuda.device_count()} can be seen")
     store = group.open_store()
     torch.multiprocessing.spawn(measure, (gpus, store.port, json), nprocs=gpus)
+    return 0
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m bench.all_reduce")
+    run_main(lambda: tyro.cli(main, prog="python -m bench.all_reduce"))

@@ -491,6 +491,8 @@ def test_only_time_that_was_waited_is_silence(monkeypatch: pytest.MonkeyPatch) -
     assert (client.step_seconds, client.look_seconds) == (600, 10)
     assert not hangs(9000)  # it has nothing to do
     client.add("a", [1], params(1))
+    assert not any(hangs(3600) for _ in range(99))  # it has not heard of it
+    client.flush()
     assert [hangs(3600) for _ in range(59)] == [False] * 59
     assert hangs(3600)
     client.listen_for_end()

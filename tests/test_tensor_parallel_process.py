@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -271,6 +272,30 @@ def test_a_worker_that_hangs_while_it_starts(monkeypatch: pytest.MonkeyPatch) ->
         worker_group.WorkerGroup(2, "cpu", ends.append)
     assert len(ends) == 1
     assert not is_running(pids[0])
+
+
+def test_a_start_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits where it cannot look at anything else."""
+    worker_group, runner = parallel("worker_group"), parallel("runner")
+    ends: list[Exception] = []
+    has_ended = threading.Event()
+
+    def end(error: Exception) -> None:
+        ends.append(error)
+        has_ended.set()
+
+    def wait(*_: Any) -> None:
+        assert has_ended.wait(60)
+        raise RuntimeError("interrupted")
+
+    group = worker_group.WorkerGroup(2, "cpu", end)
+    monkeypatch.setattr(worker_group, "PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(runner, "ModelRunner", wait)
+    files = ModelFiles.find(None, "auto")
+    with pytest.raises(TimeoutError, match="no runner within"):
+        runner.TensorParallelRunner(group, EngineConfig(device="cpu"), files.config, files.weights)
+    assert [type(error) for error in ends] == [TimeoutError]
+    group.close()
 
 
 def test_a_worker_that_cannot_read_its_weights_says_so() -> None:

@@ -66,8 +66,8 @@ class OnlineResult(msgspec.Struct, frozen=True):
 
     @property
     def target(self) -> bytes:
-        """Equal for rows of one engine with the same settings: what the label alone does not say,
-        for anybody may choose it."""
+        """Equal for rows of one engine with the same settings, but for those that it may find out
+        itself: what the label alone does not say, for anybody may choose it."""
         given = {name: self.config[name] for name in self.config.keys() - FOUND_AT_START}
         return msgspec.json.encode((self.stage, self.model, given), order="sorted")
 

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,19 +35,20 @@ from shared.kernels._triton import jit, overlaps, tl, triton
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # What a rank sends to all others together. Up to here this is faster than NCCL on two H200s
 # (bench/results/all_reduce_h200.json).
 MOST_BYTES = 16 << 20
-# Elements of a program. Places belong to programs, so this is the same in every call.
-_BLOCK = 1024
+# Bytes of a program. Places belong to programs, so this is the same in every call, of any type.
+_PROGRAM_BYTES = 2048
 # -0.0 of both 16-bit formats; twice, a float32 next to zero.
 _EMPTY = {2: -0x8000, 4: -0x7FFF8000}
 
 
 def _place_bytes(size: int) -> int:
-    """For a summand of one rank: whole programs of every element size."""
-    program = 4 * _BLOCK
-    return MOST_BYTES // (size - 1) // program * program
+    """For a summand of one rank: whole programs."""
+    return MOST_BYTES // (size - 1) // _PROGRAM_BYTES * _PROGRAM_BYTES
 
 
 class PeerAllReduce:
@@ -63,7 +65,8 @@ class PeerAllReduce:
         device = memory.device
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         # Of each program, how often it has run: which of its places is next.
-        self._epochs = torch.zeros(self._place // 2 // _BLOCK, dtype=torch.int32, device=device)
+        count = self._place // _PROGRAM_BYTES
+        self._epochs = torch.zeros(count, dtype=torch.int32, device=device)
 
     @staticmethod
     def num_bytes(size: int) -> int:
@@ -74,27 +77,38 @@ class PeerAllReduce:
     def connect(cls, group: dist.ProcessGroup, device: torch.device) -> PeerAllReduce | None:
         """Of the ranks of a group, which all call this. None, on all of them, where a GPU cannot
         reach another's memory."""
-        made = None
-        try:
-            made = cls._connect(group, device)
-        except (ImportError, RuntimeError) as error:
-            logger.warning("GPUs cannot write to each other's memory, sums use NCCL: %s", error)
-        works = torch.tensor(int(made is not None), device=device)
-        dist.all_reduce(works, dist.ReduceOp.MIN, group=group)  # all are empty before one writes
-        return made if int(works) else None
 
-    @classmethod
-    def _connect(cls, group: dist.ProcessGroup, device: torch.device) -> PeerAllReduce:
-        if triton is None:
-            raise ImportError("Triton is not installed")
-        # Multicast would sum within the switch. Nothing here needs it, and not every host has it.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symmetric_memory
+        def on_all(step: Callable[[], T]) -> T | None:
+            result = None
+            try:
+                result = step()
+            except (ImportError, RuntimeError) as error:
+                logger.warning("sums over ranks use NCCL: %s", error)
+            works = torch.tensor(int(result is not None), device=device)
+            dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
+            return result if int(works) else None
 
-        size = group.size()
-        memory = symmetric_memory.empty(cls.num_bytes(size), dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(memory, group)
-        return cls(group.rank(), memory, handle.buffer_ptrs)
+        def allocate() -> torch.Tensor:
+            if triton is None:
+                raise ImportError("Triton is not installed")
+            # Multicast sums within the switch. Nothing here needs it, and not every host has it.
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+            from torch.distributed._symmetric_memory import empty
+
+            memory: torch.Tensor = empty(
+                cls.num_bytes(group.size()), dtype=torch.uint8, device=device
+            )
+            return memory
+
+        def exchange() -> PeerAllReduce:
+            from torch.distributed._symmetric_memory import rendezvous
+
+            assert memory is not None
+            return cls(group.rank(), memory, rendezvous(memory, group).buffer_ptrs)
+
+        # A rank alone in the second step would be waited for; after it, all places are empty.
+        memory = on_all(allocate)
+        return None if memory is None else on_all(exchange)
 
     def takes(self, x: torch.Tensor) -> bool:
         return (
@@ -107,7 +121,7 @@ class PeerAllReduce:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         overlap = overlaps(x)
-        _peer_all_reduce_kernel[(-(-x.numel() // _BLOCK),)](
+        _peer_all_reduce_kernel[(-(-x.nbytes // _PROGRAM_BYTES),)](
             x,
             self._addresses,
             self._epochs,
@@ -117,7 +131,7 @@ class PeerAllReduce:
             self._place // x.element_size(),
             _EMPTY[x.element_size()],
             tl.int16 if x.element_size() == 2 else tl.int32,
-            _BLOCK,
+            _PROGRAM_BYTES // x.element_size(),
             overlap,
             num_warps=4,
             launch_pdl=overlap,
@@ -152,6 +166,7 @@ def _peer_all_reduce_kernel(
     mine = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     bits = mine.to(WORD, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits)
+    mine = bits.to(dtype, bitcast=True)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             theirs = tl.load(addresses_ptr + peer).to(tl.pointer_type(WORD))
@@ -162,7 +177,7 @@ def _peer_all_reduce_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(SIZE):
         if peer == RANK:
-            total += mine.to(tl.float32)
+            total += mine.to(tl.float32)  # as it was sent
         else:
             place = here + peer * CAPACITY + places
             # Volatile: past every cache that another GPU's stores do not reach.

@@ -68,7 +68,7 @@ NUM_THREADS = 2
 HUGE_BODY = 128 * 1024
 
 # A body is read at once, and nobody can look elsewhere meanwhile: all streams wait, some 15 ms for
-# 512 KiB. So none is taken that is longer than what the model can hold, in JSON's longest spelling.
+# 512 KiB. So by default none is taken that is much longer than one prompt that the model can hold.
 BYTES_PER_TOKEN = 16
 LEAST_BODY = 512 * 1024
 
@@ -446,7 +446,9 @@ def _served_route(api: Api) -> type[APIRoute]:
                 raise ApiError(400, _why_not_json(error, body)) from error
 
     def too_large(most: int) -> ApiError:
-        return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
+        return ApiError(
+            413, f"the body has more than {most} bytes (--max-body-bytes)", code="body_too_large"
+        )
 
     class ServedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

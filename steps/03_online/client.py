@@ -247,7 +247,10 @@ class EngineClient:
         """
         now = time.monotonic()
         waited, self._last_look = now - self._last_look, now
-        if self.is_alive and self._expected and self.look_seconds is not None:
+        oldest = next(iter(self._expected.values()), None)
+        if oldest is None or oldest.frame > self._num_sent:  # it has nothing to do
+            self._silence = 0.0
+        elif self.is_alive and self.look_seconds is not None:
             self._silence += min(waited, self.look_seconds)
             if self._silence >= self.step_seconds:
                 ranks = self.ready_info.description.get("tensor_parallel_size", 1)

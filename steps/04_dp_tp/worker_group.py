@@ -59,6 +59,7 @@ class WorkerGroup:
         self._lock = threading.Lock()
         self._noticed = threading.Event()
         self._is_closing = False
+        self._making = threading.Timer(0.0, lambda: None)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lifelines: list[socket.socket] = []
         self._channels: list[socket.socket] = []
@@ -104,10 +105,16 @@ class WorkerGroup:
             None if directory is None else str(directory),
             decodes_in_front,
         )
+        # Rank 0 may be the one that waits, in a collective for a rank that hangs.
+        late = TimeoutError(f"a rank has made no runner within {PATIENCE}")
+        self._making = threading.Timer(PATIENCE.total_seconds(), self._end_by, (late,))
+        self._making.daemon = True
+        self._making.start()
         self._send(MAKE, make.to_words())
 
     def wait_until_made(self) -> None:
         self._wait_for_all()
+        self._making.cancel()
 
     def publish(self, plan: StepPlan, words: np.ndarray) -> None:
         self._send(STEP, plan.to_words(), words)
@@ -138,6 +145,7 @@ class WorkerGroup:
         if self._is_closing:
             return
         self._is_closing = True
+        self._making.cancel()
         for channel in self._channels:
             channel.close()
         os.close(self._memory)
@@ -151,6 +159,7 @@ class WorkerGroup:
             lifeline.close()
 
     def _give_up(self, error: Exception) -> Exception:
+        self._making.cancel()
         self._noticed.wait(NOTICE_SECONDS)
         cause = self._end_by(error)
         for process in self._processes:
