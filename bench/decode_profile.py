@@ -1,14 +1,18 @@
 """Where every microsecond of a decode step goes, kernel by kernel, beside the floor of each.
 
     python -m bench.decode_profile --model qwen3-0.6b --json bench/results/decode_profile_06b.json
+    python -m bench.decode_profile --model qwen3-8b --tensor-parallel-size 2
 
 Times are what torch's profiler saw on the GPU over some steady steps. A kernel may start while the
 one before it still runs, to wait for it: a moment belongs to the kernel that started first. What is
-left of the step is the host and the gaps between kernels.
+left of the step is the host and the gaps between kernels. Of several ranks, the first is shown; a
+sum lasts until the slowest has sent its part.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -30,6 +34,8 @@ from shared.models.config import ModelConfig
 from shared.models.files import ModelFiles
 from steps import load
 
+logger = logging.getLogger(__name__)
+
 SCHEMA_VERSION = 1
 MICROSECONDS = 1e6
 
@@ -41,6 +47,7 @@ PARTS = {
     "activation": ("silu",),
     "sampling": ("_split_kernel", "_combine_kernel"),
     "inputs and gathers": ("_gather_rows", "_resolve_step"),
+    "sums over ranks": ("peer_all_reduce", "nccl"),
     "linear": ("nvjet", "gemm", "splitK", "splitk", "_row_kernel", "_rows_kernel", "cublas"),
 }
 OTHER = "copies and the rest"
@@ -88,15 +95,18 @@ def part_of(kernel: str) -> str:
     return OTHER
 
 
-def floor_bytes(model: ModelConfig, rows: int, context: float) -> dict[str, float]:
-    """Part -> bytes per step that it must read and write, in bf16.
+def floor_bytes(model: ModelConfig, rows: int, context: float, ranks: int = 1) -> dict[str, float]:
+    """Part -> bytes per step that it must read and write on each of so many ranks, in bf16.
 
     Weights once; keys and values of every sequence once. Activations go from one part to the next
     and are counted where both write or read them: fusing parts can beat these, but not by much.
+    Sums over ranks count as nothing: one rank has none.
     """
-    h, i, layers = model.hidden_size, model.intermediate_size, model.num_hidden_layers
-    q, kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    weights = h * (2 * q + 2 * kv + 3 * i) * layers + model.vocab_size * h
+    h, i, layers = model.hidden_size, model.intermediate_size // ranks, model.num_hidden_layers
+    heads = model.num_attention_heads // ranks, max(1, model.num_key_value_heads // ranks)
+    q, kv = (n * model.head_dim for n in heads)
+    vocabulary = model.vocab_size / ranks
+    weights = h * (2 * q + 2 * kv + 3 * i) * layers + vocabulary * h
     between = rows * layers
     values = {
         "linear": weights + between * (h + q + 2 * kv + q + h + h + 2 * i + i + h),
@@ -104,8 +114,9 @@ def floor_bytes(model: ModelConfig, rows: int, context: float) -> dict[str, floa
         "q/k norm, rotary, KV write": between * 2 * (q + 2 * kv),
         "norm": rows * (2 * layers + 1) * 4 * h,
         "activation": between * 3 * i,
-        "sampling": rows * model.vocab_size,
+        "sampling": rows * vocabulary,
         "inputs and gathers": rows * 4 * h,
+        "sums over ranks": 0,
         OTHER: 0,
     }
     return {part: 2.0 * count for part, count in values.items()}
@@ -134,9 +145,10 @@ def record(engine: Any, steps: int) -> tuple[dict[str, float], Counter[str]]:
 
 
 def profile_decode(
-    engine: Any, model: ModelConfig, rows: int, prompt: int, steps: int, bandwidth: float
+    engine: Any, model: ModelConfig, rows: int, options: Options, bandwidth: float
 ) -> StepProfile:
-    """Prefill `rows` prompts of `prompt` tokens, then time and profile decode steps."""
+    """Prefill `rows` prompts, then time and profile decode steps."""
+    prompt, steps = options.prompt, options.steps
     generator = torch.Generator().manual_seed(rows)
     vocabulary = min(10_000, engine.vocab_size)
     warm_up = 10
@@ -160,7 +172,7 @@ def profile_decode(
     for row in range(rows):
         engine.abort_request(f"{rows}.{row}")
     context = prompt + warm_up + 1.5 * steps
-    floors = floor_bytes(model, rows, context)
+    floors = floor_bytes(model, rows, context, options.tensor_parallel_size)
     parts = []
     for part in (*PARTS, OTHER):
         kernels = {name: us for name, us in microseconds.items() if part_of(name) == part}
@@ -189,6 +201,7 @@ class Options:
     """Tokens."""
     steps: int = 40
     attention_backend: str = "auto"
+    tensor_parallel_size: int = 1
     json: Path | None = None
     """File for the report."""
 
@@ -199,16 +212,19 @@ def main(options: Options) -> None:
         model=options.model,
         load_format="dummy",
         attention_backend=options.attention_backend,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
     model = ModelFiles.find(config.model, config.load_format).config
     rates = measure_rates("cuda", torch.bfloat16, 0)
-    engine = module.Engine(config)
+    runner = None
+    if options.tensor_parallel_size > 1:
+        start = importlib.import_module("steps.04_dp_tp.runner").start_group
+        runner = start(config, module.Engine.decodes_in_front, logger.error)
+    engine = module.Engine(config, runner)
     steps = []
     try:
         for rows in options.rows:
-            steps.append(
-                profile_decode(engine, model, rows, options.prompt, options.steps, rates.bandwidth)
-            )
+            steps.append(profile_decode(engine, model, rows, options, rates.bandwidth))
             show(steps[-1])
     finally:
         engine.close()

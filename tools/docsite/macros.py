@@ -19,6 +19,10 @@
     {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size
     {{ small_batch }}                 linear layers of few rows
     {{ decode_profile }}              where the time of a decode step goes
+    {{ idle FILE ROWS }}              how much of it no kernel runs, in percent
+    {{ all_reduce }}                  sums over ranks
+    {{ all_reduced KIB WAY TIMES }}   one of them, in us; so many, in ms
+    {{ served SCENARIO,... }}         servers under load
     {{ parallel STAGE NAME,... }}     several GPUs against one, by workload or online scenario
     {{ value PATH NAME }}             a constant's value
     {{ lines PATH NAME }}             how many lines that region has
