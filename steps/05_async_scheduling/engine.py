@@ -106,7 +106,7 @@ class Engine(RequestSide):
         try:
             handle = self.runner.submit(batch)
         except Exception as error:
-            outputs += self._failed(schedule, error)
+            outputs += self._failed(schedule, batch, error)
             return None
         clock.lap()
         return Flight(schedule, batch, handle, clock)
@@ -118,7 +118,7 @@ class Engine(RequestSide):
         try:
             result = flight.handle.result()
         except Exception as error:
-            return self._failed(flight.schedule, error)
+            return self._failed(flight.schedule, flight.batch, error)
         flight.clock.lap()
         schedule, batch, handle = flight.schedule, flight.batch, flight.handle
         outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
@@ -127,10 +127,10 @@ class Engine(RequestSide):
         )
         return outputs
 
-    def _failed(self, schedule: Schedule, error: Exception) -> list[StepOutput]:
+    def _failed(self, schedule: Schedule, batch: Batch, error: Exception) -> list[StepOutput]:
         logger.exception("a step failed; its requests end", exc_info=error)
         self.recorder.failed_step()
-        return abandon(schedule, error, self.queues)
+        return abandon(schedule, batch, error, self.queues)
 
     def close(self) -> None:
         """Drop all requests and release memory and files. Idempotent."""
