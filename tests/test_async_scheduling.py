@@ -124,6 +124,34 @@ def test_a_failure_ends_its_own_requests_once(when: str) -> None:
     assert engine.block_manager.num_free_blocks == engine.limits.num_blocks
 
 
+def test_what_is_in_flight_lands_although_the_next_step_cannot_start() -> None:
+    """It may hold the last token of somebody whom the next step would have computed in vain."""
+    expected = expected_output(prompt(1, 3), 6, VOCABULARY)
+    stop = next(i for i, t in enumerate(expected) if i >= 2 and t not in expected[:i])
+    engine = fake_engine(STAGE)
+    engine.add_request("a", prompt(1, 3), params(6, stop_token_ids=(expected[stop],)))
+    engine.add_request("b", prompt(2, 3), params(6))
+    submit, count = engine.runner.submit, iter(range(100))
+
+    def failing(batch: Batch) -> FakeHandle:
+        if next(count) == stop + 1:
+            raise MemoryError("no room")
+        handle: FakeHandle = submit(batch)
+        return handle
+
+    engine.runner.submit = failing
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    tokens = {
+        name: [t for o in outputs if o.request_id == name for t in o.new_token_ids] for name in "ab"
+    }
+    assert tokens["a"] == expected[: stop + 1]
+    assert tokens["b"] == expected_output(prompt(2, 3), 6, VOCABULARY)[: stop + 1]
+    ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+    assert ends == {"a": "stop", "b": "abort"}
+
+
 def test_the_clock_counts_no_time_twice() -> None:
     engine = fake_engine(STAGE)
     engine.listen(True)
