@@ -152,6 +152,16 @@ def test_what_is_in_flight_lands_although_the_next_step_cannot_start() -> None:
     assert ends == {"a": "stop", "b": "abort"}
 
 
+def test_completions_wait_for_their_prompt_while_an_older_one_goes_on() -> None:
+    engine = fake_engine(STAGE, max_prefill_chunk_size=16)
+    taken = watch(engine)
+    engine.add_request("old", prompt(1, 60), params(2))
+    engine.add_request("new", prompt(2, 13), params(2, n=3))
+    run_to_end(engine)
+    chunks = [chunk for step in taken for chunk in step.chunks if chunk[0] != "old"]
+    assert chunks == [("new", 0, 13), ("new#1", 12, 1), ("new#2", 12, 1)]
+
+
 def test_the_clock_counts_no_time_twice() -> None:
     engine = fake_engine(STAGE)
     engine.listen(True)
