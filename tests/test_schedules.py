@@ -172,7 +172,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(stage: str) -> None:
         raise MemoryError("no room")
 
     runner.submit = fail  # type: ignore[method-assign]
-    failed = engine.step()
+    failed = [output for output in engine.step() if output.finish_reason is not None]
     assert {output.finish_reason for output in failed} == {"abort"}
     assert {output.error for output in failed} == {"MemoryError: no room"}
     engine.block_manager.check()
@@ -209,3 +209,40 @@ def test_completions_of_one_request_share_their_prompt(stage: str) -> None:
     )
     assert prefilled == 41 + 4
     assert sum(not b.decoding.all() for b in runner.batches) == 2
+
+
+@pytest.mark.parametrize(
+    "stage", [s for s in steps.engines() if "mixed_batch" in steps.load(s).Config.model_fields]
+)
+def test_a_failing_step_takes_no_blocks_of_others_along(stage: str) -> None:
+    """With mixed_batch=separate, the blocks of the prompts that come next are told to the device
+    by the step of the decodes before them. When that fails, nobody else must suffer."""
+    module = steps.load(stage)
+    config = module.Config(
+        model="qwen3-0.6b",
+        load_format="dummy",
+        max_num_sequences=4,
+        max_num_batched_tokens=40,
+        mixed_batch="separate",
+    )
+    engine = module.Engine(config, runner=FakeRunner(Limits(VOCABULARY, 2, 40, 40, 4, 40)))
+    submit = engine.runner.submit
+
+    def failing(batch: Batch) -> FakeHandle:
+        if batch.decoding.any() and len(batch.block_updates) > 1:
+            engine.runner.submit = submit
+            raise MemoryError("no room")
+        handle: FakeHandle = submit(batch)
+        return handle
+
+    engine.runner.submit = failing
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine.add_request("decode", [1, 2, 3], params)
+    engine.step()
+    engine.add_request("prompt", [4, 5, 6, 7, 8], params)
+    tokens: dict[str, list[int]] = {"decode": [], "prompt": []}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+    assert len(tokens["decode"]) < 8
+    assert tokens["prompt"] == expected_output([4, 5, 6, 7, 8], 8, VOCABULARY)

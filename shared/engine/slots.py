@@ -133,6 +133,13 @@ class SlotTable:
         self.block_updates.clear()
         return updates
 
+    def send_again(self, updates: np.ndarray) -> None:
+        """The step that had these may not have reached the device's copy. Its cells go with the
+        next one, as they are now: those of sequences that were not in the step are needed."""
+        cells = updates[:, 0]
+        blocks = self.block_table.reshape(-1)[cells]
+        self.block_updates.update(zip(cells.tolist(), blocks.tolist(), strict=True))
+
 
 def slots_of(sequences: list[Sequence]) -> np.ndarray:
     """[len(sequences)] intp: numpy takes several times as long to index by anything else."""

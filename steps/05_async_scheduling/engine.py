@@ -14,7 +14,7 @@ from shared.engine.commit import abandon, commit
 from shared.engine.model_runner import ModelRunner
 from shared.engine.queues import Queues
 from shared.engine.requests import RequestSide
-from shared.engine.result import Handle, Runner
+from shared.engine.result import Handle, Runner, RunnerLost
 from shared.engine.sequence import Sequence
 from shared.engine.slots import SlotTable
 from shared.engine.trace import StepClock, StepRecorder
@@ -80,10 +80,9 @@ class Engine(RequestSide):
         outputs: list[StepOutput] = []
         if self.flight is None:
             self.flight = self._launch(outputs)
-        if self.flight is not None:
-            ahead = self._launch(outputs)
-            outputs += self._land(self.flight)
-            self.flight = ahead
+        ahead = None if self.flight is None else self._launch(outputs)
+        outputs += self._land()
+        self.flight = ahead
         return outputs
 
     def _launch(self, outputs: list[StepOutput]) -> Flight | None:
@@ -105,20 +104,27 @@ class Engine(RequestSide):
         batch = build_batch(schedule, self.table)
         try:
             handle = self.runner.submit(batch)
+        except RunnerLost:
+            raise  # who knows how long the step in flight would take
         except Exception as error:
-            outputs += self._failed(schedule, error)
+            # What is in flight is sound, and may be the end of some of them.
+            outputs += self._land()
+            outputs += self._failed(schedule, batch, error)
             return None
         clock.lap()
         return Flight(schedule, batch, handle, clock)
 
-    def _land(self, flight: Flight) -> list[StepOutput]:
-        """Wait, commit. Rows whose sequence has ended since the step was submitted come to
-        nothing: what they computed was in vain."""
+    def _land(self) -> list[StepOutput]:
+        """Wait for the step in flight, if there is one, and commit it. Rows whose sequence has
+        ended since it was submitted come to nothing: what they computed was in vain."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return []
         flight.clock.resume()
         try:
             result = flight.handle.result()
         except Exception as error:
-            return self._failed(flight.schedule, error)
+            return self._failed(flight.schedule, flight.batch, error)
         flight.clock.lap()
         schedule, batch, handle = flight.schedule, flight.batch, flight.handle
         outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
@@ -127,10 +133,10 @@ class Engine(RequestSide):
         )
         return outputs
 
-    def _failed(self, schedule: Schedule, error: Exception) -> list[StepOutput]:
+    def _failed(self, schedule: Schedule, batch: Batch, error: Exception) -> list[StepOutput]:
         logger.exception("a step failed; its requests end", exc_info=error)
         self.recorder.failed_step()
-        return abandon(schedule, error, self.queues)
+        return abandon(schedule, batch, error, self.queues)
 
     def close(self) -> None:
         """Drop all requests and release memory and files. Idempotent."""

@@ -29,7 +29,9 @@ class Scheduler(ChunkedPrefillScheduler):  # type: ignore[misc, valid-type]
         return schedule
 
     def _computing(self, schedule: Schedule) -> list[Sequence]:
-        return schedule.sequences or self._in_flight or []
+        # The last one counts: completions of a request are admitted one after the other.
+        in_flight = self._in_flight or []
+        return in_flight if in_flight[-1:] == self.queues.running[-1:] else schedule.sequences
 
     def _preempt(self, victim: Sequence, schedule: Schedule) -> None:
         # It would leave with a token that has no value yet, and whoever ends with this step's
