@@ -82,7 +82,7 @@ class FakeEngine(RequestSide):
         outputs = commit(
             schedule, batch, handle.result(), self.table, self.block_manager, self.queues
         )
-        self.recorder.step(schedule, batch, clock, False, self.queues, self.block_manager)
+        self.recorder.step(schedule, batch, outputs, clock, False, self.queues, self.block_manager)
         if self.num_steps % 16 == 0 or not self.has_unfinished_requests():
             self.block_manager.check()
         return outputs

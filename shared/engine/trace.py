@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +16,7 @@ from shared.engine.batch import Batch, Schedule
 from shared.engine.block_manager import BlockEvent, BlockManager
 from shared.engine.queues import Queues
 from shared.engine.stats import StepCounters
+from shared.outputs import StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -53,24 +53,23 @@ class StepRecord(msgspec.Struct, kw_only=True):
 
 
 class StepClock:
-    """Host times of one step, taken at its boundaries."""
+    """Host times of one step: when it began, and the seconds of its parts."""
 
     def __init__(self) -> None:
-        self.started = time.perf_counter()
+        self.started = self._last = time.perf_counter()
         self.laps: list[float] = []
 
     def lap(self) -> None:
-        self.laps.append(time.perf_counter())
+        now = time.perf_counter()
+        self.laps.append(now - self._last)
+        self._last = now
 
     def resume(self) -> None:
-        """What has passed since the last lap does not count."""
-        pause = time.perf_counter() - self.laps[-1]
-        self.started += pause
-        self.laps = [lap + pause for lap in self.laps]
+        """What has passed since the last lap is part of none."""
+        self._last = time.perf_counter()
 
     def milliseconds(self) -> list[float]:
-        times = [self.started, *self.laps]
-        return [round((b - a) * 1e3, 4) for a, b in pairwise(times)]
+        return [round(seconds * 1e3, 4) for seconds in self.laps]
 
 
 class StepRecorder:
@@ -106,13 +105,16 @@ class StepRecorder:
         self,
         schedule: Schedule,
         batch: Batch,
+        outputs: list[StepOutput],
         clock: StepClock,
         used_graph: bool,
         queues: Queues,
         manager: BlockManager,
     ) -> None:
         """Call after the commit, so that blocks freed by finished sequences belong to this step."""
-        self._count(batch, clock, used_graph)
+        # Most outputs have one token; that of a prompt with nothing to generate has none.
+        num_generated = len(outputs) - [output.new_token_ids for output in outputs].count([])
+        self._count(batch, num_generated, clock, used_graph)
         if not self.is_recording:
             manager.events = None
         else:
@@ -126,7 +128,7 @@ class StepRecorder:
     def failed_step(self) -> None:
         self.counters.failed_steps += 1
 
-    def _count(self, batch: Batch, clock: StepClock, used_graph: bool) -> None:
+    def _count(self, batch: Batch, num_generated: int, clock: StepClock, used_graph: bool) -> None:
         counters, num_decodes = self.counters, int(np.count_nonzero(batch.decoding))
         if num_decodes == batch.num_rows:
             counters.decode_steps += 1
@@ -139,11 +141,11 @@ class StepRecorder:
         else:
             counters.eager_steps += 1
         counters.prefill_tokens += batch.num_tokens - num_decodes
-        counters.generation_tokens += len(batch.samples.rows)
-        scheduled, submitted, waited = clock.laps
-        counters.schedule_seconds += scheduled - clock.started
-        counters.forward_seconds += submitted - scheduled
-        counters.wait_seconds += waited - submitted
+        counters.generation_tokens += num_generated
+        schedule_seconds, forward_seconds, wait_seconds = clock.laps
+        counters.schedule_seconds += schedule_seconds
+        counters.forward_seconds += forward_seconds
+        counters.wait_seconds += wait_seconds
 
     def _record(
         self,

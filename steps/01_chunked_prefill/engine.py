@@ -77,6 +77,6 @@ class Engine(RequestSide):
         clock.lap()
         outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
         self.recorder.step(
-            schedule, batch, clock, handle.used_graph, self.queues, self.block_manager
+            schedule, batch, outputs, clock, handle.used_graph, self.queues, self.block_manager
         )
         return outputs

@@ -126,11 +126,10 @@ class Engine(RequestSide):
         except Exception as error:
             return self._failed(flight.schedule, flight.batch, error)
         flight.clock.lap()
-        schedule, batch, handle = flight.schedule, flight.batch, flight.handle
+        schedule, batch, clock = flight.schedule, flight.batch, flight.clock
         outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
-        self.recorder.step(
-            schedule, batch, flight.clock, handle.used_graph, self.queues, self.block_manager
-        )
+        graph = flight.handle.used_graph
+        self.recorder.step(schedule, batch, outputs, clock, graph, self.queues, self.block_manager)
         return outputs
 
     def _failed(self, schedule: Schedule, batch: Batch, error: Exception) -> list[StepOutput]:
