@@ -174,7 +174,12 @@ def test_all_ranks_replay_the_same(references: Any) -> None:
     def make(rank: int) -> ModelRunner:
         publish = lambda plan, words: messages.put((plan.to_words(), words.copy()))  # noqa: E731
         return ModelRunner(
-            config, files.config, files.weights, True, ThreadRank(rank, 2, None, exchange), publish
+            config,
+            files.config,
+            files.weights,
+            True,
+            ThreadRank(rank, 2, exchange=exchange),
+            publish,
         )
 
     def follow() -> list[Any]:
