@@ -23,7 +23,7 @@ import torch.distributed as dist
 import tyro
 
 from bench.gpu import hardware
-from bench.result import Hardware, git_state, library_versions, now
+from bench.result import Hardware, git_state, library_versions, now, write_json
 from shared.cli import run_main
 from shared.layers.tensor_parallel import TensorParallel
 
@@ -135,8 +135,7 @@ def write(json: Path, ranks: int, bandwidth: float, rows: list[Measurement]) -> 
         bandwidth / 1e9,
         rows,
     )
-    json.parent.mkdir(parents=True, exist_ok=True)
-    json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    write_json(json, report)
 
 
 def main(gpus: int = 2, json: Path | None = None) -> int:

@@ -30,7 +30,7 @@ import tyro
 import zmq
 
 from bench.gpu import hardware
-from bench.result import Hardware, git_state, library_versions, now
+from bench.result import Hardware, git_state, library_versions, now, write_json
 
 channel: Any = importlib.import_module("steps.04_dp_tp.channel")
 
@@ -227,8 +227,7 @@ def main(json: Path | None = None) -> None:
         return
     commit, dirty = git_state()
     report = Report(SCHEMA_VERSION, now(), commit, dirty, hardware("cpu"), library_versions(), rows)
-    json.parent.mkdir(parents=True, exist_ok=True)
-    json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    write_json(json, report)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.floor import measure_rates
 from bench.gpu import hardware
-from bench.result import Hardware, git_state, library_versions, now
+from bench.result import Hardware, git_state, library_versions, now, write_json
 from shared import SamplingParams
 from shared.models.config import ModelConfig
 from shared.models.files import ModelFiles
@@ -241,8 +241,7 @@ def main(options: Options) -> None:
             copy_gb_per_second=rates.bandwidth / 1e9,
             steps=steps,
         )
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        write_json(options.json, report)
 
 
 if __name__ == "__main__":

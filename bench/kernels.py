@@ -24,7 +24,7 @@ import tyro
 
 from bench.floor import Rates, measure_rates
 from bench.gpu import hardware
-from bench.result import Hardware, git_state, library_versions, now
+from bench.result import Hardware, git_state, library_versions, now, write_json
 from shared.kernels.paged_decode_attention import DecodeWorkspace, paged_decode_attention
 from shared.kernels.paged_prefill_attention import paged_prefill_attention
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
@@ -398,8 +398,7 @@ def main(json: Path | None = None, only: tuple[Group, ...] = ()) -> None:
             rates.matmul / 1e12,
             rows,
         )
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        write_json(json, report)
 
 
 if __name__ == "__main__":

@@ -263,12 +263,12 @@ def read_rows(path: Path, kind: type[list[Row]], version: int) -> list[Row]:
 
 def append_results(path: Path, rows: Sequence[Result]) -> None:
     """Adds rows to the file's JSON array; what is there stays. The file is replaced whole."""
-    write_rows(path, [*(read_results(path) if path.exists() else []), *rows])
+    write_json(path, [*(read_results(path) if path.exists() else []), *rows])
 
 
-def write_rows(path: Path, rows: Sequence[msgspec.Struct]) -> None:
-    """Replaces the file whole, so that nobody ever finds half of it."""
-    text = msgspec.json.format(msgspec.json.encode(rows), indent=1)
+def write_json(path: Path, content: msgspec.Struct | Sequence[msgspec.Struct]) -> None:
+    """Rows, or a report. Replaces the file whole, so that nobody ever finds half of it."""
+    text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         file.write(text + b"\n")

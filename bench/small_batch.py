@@ -24,7 +24,7 @@ import tyro
 from bench.floor import measure_rates
 from bench.gpu import hardware
 from bench.kernels import DTYPE, ROTATED_BYTES, measure_call, randn
-from bench.result import Hardware, git_state, library_versions, now
+from bench.result import Hardware, git_state, library_versions, now, write_json
 from shared.kernels.rms_norm import add_rms_norm
 from shared.kernels.silu_and_mul import silu_and_mul
 from shared.kernels.small_batch_linear import (
@@ -192,8 +192,7 @@ def main(json: Path | None = None) -> None:
         bandwidth / 1e9,
         measurements,
     )
-    json.parent.mkdir(parents=True, exist_ok=True)
-    json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    write_json(json, report)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import msgspec
 
 from bench.online.ceiling import Ceiling
 from bench.online.metrics import OnlineRun
-from bench.result import PACKAGES, Floor, GpuUse, Hardware, read_rows, write_rows
+from bench.result import PACKAGES, Floor, GpuUse, Hardware, read_rows, write_json
 
 SCHEMA_VERSION = 1
 # Of a target's settings, what it finds out when it starts: memory that is free, and what follows.
@@ -78,4 +78,4 @@ def read_online(path: Path) -> list[OnlineResult]:
 
 
 def append_online(path: Path, rows: Sequence[OnlineResult]) -> None:
-    write_rows(path, [*(read_online(path) if path.exists() else []), *rows])
+    write_json(path, [*(read_online(path) if path.exists() else []), *rows])
