@@ -284,7 +284,7 @@ class ModelRunner:
             self.model.compute_logits(
                 self._trunk_of_zeros([min(length, longest[0])], num_decode_rows=0)
             )
-        for rows in (1, 2, 16, self.max_num_sequences):
+        for rows in (1, 2, 16, 64, 256, 1024, self.max_num_sequences):
             rows = min(rows, self.max_num_sequences)
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
         if self.max_num_sequences > 1 and most_tokens > 2:

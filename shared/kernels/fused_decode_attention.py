@@ -30,10 +30,13 @@ import torch
 from shared.kernels._triton import jit, next_power_of_2, overlaps, runs_on_triton, tl
 from shared.kernels.paged_decode_attention import (
     COMBINE_STEP,
+    LENGTHS_TRIED,
     DecodeWorkspace,
     choose_splits,
     combine_splits,
+    find_split,
     paged_decode_attention_reference,
+    rows_block,
 )
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write_reference
 
@@ -142,7 +145,7 @@ def _load_tile(
 
 
 @jit(
-    integers=("table_stride", "num_splits", "min_split"),
+    integers=("table_stride", "num_rows", "min_split"),
     metadata=("block_tables_ptr", "slots_ptr", "seq_lens_ptr"),
 )
 def _fused_decode_attention_kernel(
@@ -162,7 +165,7 @@ def _fused_decode_attention_kernel(
     eps,
     scale_log2,
     table_stride,
-    num_splits,
+    num_rows,
     min_split,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -172,15 +175,22 @@ def _fused_decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     COMBINE_STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTHS_TRIED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = HEAD_DIM // 2
     STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     kv_head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
+    unit = tl.program_id(1)
+    num_units = tl.num_programs(1)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    row, first, num_partials, split_len = find_split(
+        seq_lens_ptr, unit, num_rows, num_units, min_split, 1, BLOCK_N, ROWS, LENGTHS_TRIED
+    )
+    if row >= num_rows:
+        return
     seq_len = tl.load(seq_lens_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
@@ -190,19 +200,16 @@ def _fused_decode_attention_kernel(
     head_ptr = out_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM)
     out_offsets = m[:, None] * HEAD_DIM + d[None, :]
     if seq_len <= 0:
-        if split == 0:
-            if OVERLAP:
-                tl.extra.cuda.gdc_wait()
-            zeros = tl.zeros([BLOCK_M, HEAD_DIM], dtype=out_ptr.dtype.element_ty)
-            tl.store(head_ptr + out_offsets, zeros, mask=is_query)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        zeros = tl.zeros([BLOCK_M, HEAD_DIM], dtype=out_ptr.dtype.element_ty)
+        tl.store(head_ptr + out_offsets, zeros, mask=is_query)
         return
 
     # Earlier tokens are cut into splits; there may be none, and split 0 is there all the same.
     new = seq_len - 1
-    split_len = tl.maximum(tl.cdiv(tl.cdiv(new, num_splits), BLOCK_N) * BLOCK_N, min_split)
+    split = unit - first
     begin = split * split_len
-    if begin >= new and split > 0:
-        return
     end = tl.minimum(begin + split_len, new)
 
     # What no kernel of this step writes.
@@ -268,7 +275,6 @@ def _fused_decode_attention_kernel(
         k, v = next_k, next_v
 
     result = accumulator / row_sum[:, None]
-    num_partials = tl.maximum(tl.cdiv(new, split_len), 1)
     if num_partials == 1:
         tl.store(head_ptr + out_offsets, result, mask=is_query)
     else:
@@ -280,8 +286,8 @@ def _fused_decode_attention_kernel(
             arrivals_ptr,
             head_ptr,
             pair,
+            kv_head * num_units + first,
             split,
-            num_splits,
             num_partials,
             GROUP,
             HEAD_DIM,
@@ -327,7 +333,7 @@ def fused_decode_attention_triton(
         _PROGRAMS_PER_SM,
     )
     overlap = overlaps(qkv)
-    _fused_decode_attention_kernel[(num_kv_heads, num_rows, splits)](
+    _fused_decode_attention_kernel[(num_kv_heads, num_rows * splits)](
         qkv,
         q_weight,
         k_weight,
@@ -344,7 +350,7 @@ def fused_decode_attention_triton(
         eps,
         scale * math.log2(math.e),
         block_tables.stride(0),
-        splits,
+        num_rows,
         min_split,
         num_kv_heads,
         group,
@@ -355,6 +361,8 @@ def fused_decode_attention_triton(
         max(16, min(64, 16384 // (head_dim * qkv.element_size()))),
         next_power_of_2(group),
         COMBINE_STEP,
+        rows_block(num_rows, num_kv_heads, workspace.num_sms),
+        LENGTHS_TRIED,
         overlap,
         num_warps=4,
         num_stages=1,

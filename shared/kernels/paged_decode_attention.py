@@ -3,8 +3,14 @@ its floor is bytes over bandwidth.
 
 A sequence's keys are split over several programs (Flash-Decoding, Dao et al. 2023), so that a few
 long sequences keep every multiprocessor reading; the program of a sequence that finishes last
-combines the partial results. The query heads that share a KV head are the rows of one tile: a key
-is read once for the whole group.
+combines the partial results. All splits of a batch are of one length, so that a long sequence has
+more of them and no program is still busy when the others are done:
+
+    programs of a fixed number a row    |#####|#####|   |#|#|   |##|##|
+    of one length                       |###|###|###|#| |##|    |###|#|
+
+The query heads that share a KV head are the rows of one tile: a key is read once for the whole
+group.
 """
 
 from __future__ import annotations
@@ -23,8 +29,10 @@ _GATHERED_TOKENS = 16384
 
 # Splits whose partial results the last program reads at once.
 COMBINE_STEP = 8
-# The programs of a sequence combine their results one after the other.
+# A single sequence is split over at most so many: the last one combines their results alone.
 _MAX_SPLITS = 32
+# Lengths of a split that a program tries before it knows which keys are its own.
+LENGTHS_TRIED = 8
 # Programs per multiprocessor to aim for: four run at once.
 _PROGRAMS_PER_SM = 4
 # Pairs of row and KV head per multiprocessor from which on programs come in many waves: rows of
@@ -111,6 +119,17 @@ class DecodeWorkspace:
             )
 
 
+def rows_block(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
+    """The rows that a program looks at to find its own keys; 0 if it has a row to itself. A few
+    sizes, because each is compiled."""
+    if num_rows * num_kv_heads > _MANY_PAIRS_PER_SM * num_sms:
+        return 0
+    block = 32
+    while block < num_rows:
+        block *= 4
+    return block
+
+
 def choose_splits(
     num_rows: int,
     num_kv_heads: int,
@@ -118,11 +137,11 @@ def choose_splits(
     num_sms: int,
     programs_per_sm: int = _PROGRAMS_PER_SM,
 ) -> tuple[int, int]:
-    """(programs per row and KV head, fewest keys a program gets), from sizes alone, so that a
-    captured graph fits every batch."""
-    pairs = num_rows * num_kv_heads
-    if pairs > _MANY_PAIRS_PER_SM * num_sms:
+    """(programs per row and KV head on average, fewest keys of a program), from sizes alone, so
+    that a captured graph fits every batch."""
+    if rows_block(num_rows, num_kv_heads, num_sms) == 0:
         return 1, 1
+    pairs = num_rows * num_kv_heads
     # A few sequences: the shorter the program, the sooner it is done. With more, all of the GPU is
     # busy anyway and a split costs a second trip of its result through memory: then only rows that
     # would keep everybody waiting are cut in two.
@@ -225,6 +244,50 @@ def _combine(
 
 
 @jit()
+def find_split(
+    seq_lens_ptr,
+    unit,
+    num_rows,
+    num_units,
+    min_split,
+    NEW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTHS_TRIED: tl.constexpr,
+):
+    """(row, first unit of the row, number of its units, keys of a unit): what this program reads.
+
+    The units of all rows stand in one line, row after row, as many as a row's keys fill and at
+    least one. They are as short as they can be if there are to be at most num_units of them. The
+    last NEW tokens of a row are not in the cache. Past the last unit row is num_rows or more.
+    ROWS 0: a unit is a row.
+    """
+    if ROWS == 0:
+        row, first, count = unit, unit, 1
+        split_len = tl.load(seq_lens_ptr + unit)
+    else:
+        rows = tl.arange(0, ROWS)
+        there = rows < num_rows
+        lengths = tl.maximum(tl.load(seq_lens_ptr + rows, mask=there, other=0) - NEW, 0)
+        total = tl.sum(lengths)
+        # As if rows could share a unit; and with one to spare for what every row leaves over.
+        shortest = tl.cdiv(total, num_units)
+        longest = tl.cdiv(total, tl.maximum(num_units - num_rows, 1))
+        tried = tl.arange(0, LENGTHS_TRIED)
+        tried = shortest + (longest - shortest) * tried // (LENGTHS_TRIED - 1)
+        tried = tl.maximum(tl.cdiv(tried, BLOCK_N) * BLOCK_N, min_split)
+        counts = tl.maximum(tl.cdiv(lengths[None, :], tried[:, None]), 1)
+        needed = tl.sum(tl.where(there[None, :], counts, 0), axis=1)
+        split_len = tl.min(tl.where(needed <= num_units, tried, 1 << 30))
+        counts = tl.where(there, tl.maximum(tl.cdiv(lengths, split_len), 1), 0)
+        ends = tl.cumsum(counts)
+        row = tl.sum((ends <= unit).to(tl.int32))
+        first = tl.sum(tl.where(ends <= unit, counts, 0))
+        count = tl.sum(tl.where(rows == row, counts, 0))
+    return row, first, count, split_len
+
+
+@jit()
 def combine_splits(
     result,
     lse,
@@ -233,8 +296,8 @@ def combine_splits(
     arrivals_ptr,
     head_ptr,
     pair,
+    first,
     split,
-    num_splits,
     num_partials,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -242,10 +305,12 @@ def combine_splits(
     GROUP_BLOCK: tl.constexpr,
     COMBINE_STEP: tl.constexpr,
 ) -> None:
-    """Leave one split's result; the program that comes last for its row and KV head combines."""
+    """Leave one split's result; the program that comes last for its row and KV head combines.
+
+    first: where the results of this row and KV head begin among those of all."""
     m = tl.arange(0, BLOCK_M)
     offsets = m[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    first = pair.to(tl.int64) * num_splits
+    first = first.to(tl.int64)
     partial = (first + split) * GROUP
     tl.store(partial_out_ptr + partial * HEAD_DIM + offsets, result, mask=(m < GROUP)[:, None])
     tl.store(partial_lse_ptr + partial + m, lse, mask=m < GROUP)
@@ -268,7 +333,7 @@ def combine_splits(
 
 
 @jit(
-    integers=("table_stride", "num_splits", "min_split"),
+    integers=("table_stride", "num_rows", "min_split"),
     metadata=("block_tables_ptr", "slots_ptr", "seq_lens_ptr"),
 )
 def _paged_decode_attention_kernel(
@@ -284,7 +349,7 @@ def _paged_decode_attention_kernel(
     arrivals_ptr,
     scale_log2,
     table_stride,
-    num_splits,
+    num_rows,
     min_split,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -294,15 +359,21 @@ def _paged_decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     COMBINE_STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTHS_TRIED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    # The heads of a token lie next to each other in the pool: neighbouring programs read it. The
-    # last splits of every row start last, because most rows do not have that many.
+    # The heads of a token lie next to each other in the pool: neighbouring programs read it.
     kv_head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
+    unit = tl.program_id(1)
+    num_units = tl.num_programs(1)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    row, first, num_partials, split_len = find_split(
+        seq_lens_ptr, unit, num_rows, num_units, min_split, 0, BLOCK_N, ROWS, LENGTHS_TRIED
+    )
+    if row >= num_rows:
+        return
     seq_len = tl.load(seq_lens_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
@@ -312,17 +383,13 @@ def _paged_decode_attention_kernel(
     head_ptr = out_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM)
     out_offsets = m[:, None] * HEAD_DIM + d[None, :]
     if seq_len <= 0:
-        if split == 0:
-            if OVERLAP:
-                tl.extra.cuda.gdc_wait()
-            zeros = tl.zeros([BLOCK_M, HEAD_DIM], dtype=out_ptr.dtype.element_ty)
-            tl.store(head_ptr + out_offsets, zeros, mask=used)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        zeros = tl.zeros([BLOCK_M, HEAD_DIM], dtype=out_ptr.dtype.element_ty)
+        tl.store(head_ptr + out_offsets, zeros, mask=used)
         return
 
-    split_len = tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N, min_split)
-    begin = split * split_len
-    if begin >= seq_len:
-        return
+    begin = (unit - first) * split_len
     end = tl.minimum(begin + split_len, seq_len)
 
     table_ptr = block_tables_ptr + slot * table_stride
@@ -358,7 +425,6 @@ def _paged_decode_attention_kernel(
         row_max = new_max
 
     result = accumulator / row_sum[:, None]
-    num_partials = tl.cdiv(seq_len, split_len)
     if num_partials == 1:
         tl.store(head_ptr + out_offsets, result, mask=used)
     else:
@@ -370,8 +436,8 @@ def _paged_decode_attention_kernel(
             arrivals_ptr,
             head_ptr,
             pair,
-            split,
-            num_splits,
+            kv_head * num_units + first,
+            unit - first,
             num_partials,
             GROUP,
             HEAD_DIM,
@@ -421,7 +487,7 @@ def paged_decode_attention_triton(
     splits, min_split = choose_splits(num_rows, num_kv_heads, max_length, workspace.num_sms)
     group_block = next_power_of_2(group)
     overlap = overlaps(q)
-    _paged_decode_attention_kernel[(num_kv_heads, num_rows, splits)](
+    _paged_decode_attention_kernel[(num_kv_heads, num_rows * splits)](
         q,
         k_cache,
         v_cache,
@@ -434,7 +500,7 @@ def paged_decode_attention_triton(
         workspace.arrivals,
         scale * math.log2(math.e),
         block_tables.stride(0),
-        splits,
+        num_rows,
         min_split,
         num_kv_heads,
         group,
@@ -444,6 +510,8 @@ def paged_decode_attention_triton(
         tile.block_n,
         group_block,
         COMBINE_STEP,
+        rows_block(num_rows, num_kv_heads, workspace.num_sms),
+        LENGTHS_TRIED,
         overlap,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 
 from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
 
+# Offsets of rows that a program reads at once while it looks for its tile.
+_ROWS_AT_ONCE = 128
+
 
 def paged_prefill_attention_reference(
     q: torch.Tensor,
@@ -125,24 +128,33 @@ class PrefillTile:
 
 
 @jit()
-def _find_row(cu_seqlens_ptr, tile, num_rows, TILE_TOKENS: tl.constexpr):
-    """The row that owns a tile, by bisection.
+def _find_tile(cu_seqlens_ptr, program, num_rows, TILE_TOKENS: tl.constexpr, STEP: tl.constexpr):
+    """(tile, row that owns it) of a program.
 
     Row r owns the tiles from (cu[r] - cu[0]) // TILE_TOKENS + r on: a formula in cu[r] alone, at
     most one tile per row too generous, so no table of tiles has to be built. The tokens behind
     the last row count as one more row.
+
+    The last tile of the last row that has tokens goes first: chunks stand behind decodes and see
+    the most keys, and a long program that starts late is a long tail. Tiles of padding, which have
+    nothing to do, go last: before the others they would hold their places on the multiprocessors
+    and scatter the long programs unevenly.
     """
     base = tl.load(cu_seqlens_ptr)
-    low = 0
-    high = num_rows + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        first = (tl.load(cu_seqlens_ptr + middle) - base) // TILE_TOKENS + middle
-        if first <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
+    total = tl.load(cu_seqlens_ptr + num_rows)
+    used_rows = 0
+    for start in tl.range(0, num_rows, STEP):
+        rows = start + tl.arange(0, STEP)
+        offsets = tl.load(cu_seqlens_ptr + tl.minimum(rows, num_rows))
+        used_rows += tl.sum((offsets < total).to(tl.int32))
+    used_tiles = (total - base) // TILE_TOKENS + used_rows
+    tile = tl.where(program < used_tiles, used_tiles - 1 - program, program)
+    count = 0
+    for start in tl.range(0, num_rows + 1, STEP):
+        rows = start + tl.arange(0, STEP)
+        offsets = tl.load(cu_seqlens_ptr + tl.minimum(rows, num_rows)) - base
+        count += tl.sum(((offsets // TILE_TOKENS + rows <= tile) & (rows <= num_rows)).to(tl.int32))
+    return tile, count - 1
 
 
 @jit()
@@ -211,15 +223,12 @@ def _paged_prefill_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
 ) -> None:
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     ROW_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    # Last tiles first: they see the most keys, and a long program started late is a long tail.
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile = program // NUM_KV_HEADS
-    kv_head = program % NUM_KV_HEADS
-
-    row = _find_row(cu_seqlens_ptr, tile, num_rows, TILE_TOKENS)
+    kv_head = tl.program_id(0)
+    tile, row = _find_tile(cu_seqlens_ptr, tl.program_id(1), num_rows, TILE_TOKENS, ROWS_AT_ONCE)
     row_begin = tl.load(cu_seqlens_ptr + row)
     tile_begin = row_begin + TILE_TOKENS * (
         tile - (row_begin - tl.load(cu_seqlens_ptr)) // TILE_TOKENS - row
@@ -355,9 +364,9 @@ def paged_prefill_attention_triton(
         average_queries = min(max_query_len, num_tokens // num_rows)
         wide = hopper and prefers_wide_tile(num_tokens, num_heads, group, average_queries)
         tile = choose_tile(group, head_dim, q.element_size(), wide)
-    # Upper bound on the tiles of any batch of this size (see _find_row), padding included.
+    # Upper bound on the tiles of any batch of this size (see _find_tile), padding included.
     num_tiles = num_tokens // (tile.block_m // group) + num_rows + 1
-    _paged_prefill_attention_kernel[(num_tiles * num_kv_heads,)](
+    _paged_prefill_attention_kernel[(num_kv_heads, num_tiles)](
         q,
         k_cache,
         v_cache,
@@ -376,6 +385,7 @@ def paged_prefill_attention_triton(
         page_size,
         tile.block_m,
         tile.block_n,
+        _ROWS_AT_ONCE,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.kernels import paged_decode_attention as module
+from shared.kernels._triton import jit, tl
 from shared.kernels.paged_decode_attention import (
     DecodeWorkspace,
     choose_splits,
@@ -129,6 +130,63 @@ def test_too_many_rows_for_the_workspace_is_an_error(place: Place) -> None:
     batch = make_decodes(place, [4, 5, 6])
     with pytest.raises(ValueError, match="workspace"):
         run(batch, workspace=DecodeWorkspace.allocate(2, 4, 2, 64, place.device, 1))
+
+
+@jit(integers=("num_rows", "min_split"))
+def _list_splits(
+    seq_lens_ptr,
+    out_ptr,
+    num_rows,
+    min_split,
+    NEW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTHS_TRIED: tl.constexpr,
+) -> None:
+    unit, num_units = tl.program_id(0), tl.num_programs(0)
+    row, first, count, split_len = module.find_split(
+        seq_lens_ptr, unit, num_rows, num_units, min_split, NEW, BLOCK_N, ROWS, LENGTHS_TRIED
+    )
+    tl.store(out_ptr + 4 * unit, row)
+    tl.store(out_ptr + 4 * unit + 1, first)
+    tl.store(out_ptr + 4 * unit + 2, count)
+    tl.store(out_ptr + 4 * unit + 3, split_len)
+
+
+@pytest.mark.parametrize("new", [0, 1])
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [3000] * 8,
+        [5000, 1, 1, 1, 0, 0],
+        [0],
+        [40960],
+        [64, 65, 1024, 17, 1, 4097],
+        [100 * i for i in range(33)],
+    ],
+    ids=str,
+)
+def test_splits_cover_every_key_once_and_are_even(
+    place: Place, lengths: list[int], splits: int, new: int
+) -> None:
+    rows, units, fewest = len(lengths), len(lengths) * splits, 32
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=place.device)
+    out = torch.full((units, 4), -1, dtype=torch.int32, device=place.device)
+    block, tried = module.rows_block(rows, 1, 132), module.LENGTHS_TRIED
+    _list_splits[(units,)](seq_lens, out, rows, fewest, new, 16, block, tried)
+    (split_len,) = set(out[:, 3].tolist())
+    assert split_len % 16 == 0
+    assert split_len >= fewest
+    keys = [max(0, length - new) for length in lengths]
+    # One for what every row leaves over, and one step of rounding.
+    assert split_len <= max(fewest, sum(keys) / max(units - rows, 1) + 17)
+    expected = []
+    for row, count in enumerate(max(1, -(-n // split_len)) for n in keys):
+        expected += [(row, len(expected), count)] * count
+    assert len(expected) <= units
+    assert [tuple(line[:3]) for line in out[: len(expected)].tolist()] == expected
+    assert (out[len(expected) :, 0] >= rows).all()
 
 
 def test_splits_fit_the_workspace_for_every_size() -> None:
