@@ -75,7 +75,7 @@ class FakeEngine(RequestSide):
             self.before_forward()
             handle = self.runner.submit(batch)
         except MemoryError as error:
-            return abandon(schedule, batch, error, self.queues)
+            return abandon(schedule, error, self.queues)
         self.runner.batches.clear()
         clock.lap()
         clock.lap()

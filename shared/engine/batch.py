@@ -78,7 +78,7 @@ class Batch:
     slot_mapping: np.ndarray  # [T] int32
     samples: SampleRows
     scored: list[ScoredChunk]
-    block_updates: np.ndarray  # [U, 2] int32 (flat index into the block table, block)
+    block_updates: np.ndarray  # [U, 2] int32 (flat index into the block table, block), of its rows
 
     @property
     def num_rows(self) -> int:
@@ -173,7 +173,7 @@ def build_batch(schedule: Schedule, table: SlotTable) -> Batch:
         slot_mapping=slot_mapping,
         samples=samples,
         scored=scored,
-        block_updates=table.take_block_updates(),
+        block_updates=table.take_block_updates(slots),
     )
 
 

@@ -87,7 +87,7 @@ def _advance_prompt(
         output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
 
 
-def abandon(schedule: Schedule, batch: Batch, error: Exception, queues: Queues) -> list[StepOutput]:
+def abandon(schedule: Schedule, error: Exception, queues: Queues) -> list[StepOutput]:
     """The forward pass failed: its sequences count tokens as computed that are not, so those that
     have not left meanwhile end here. The others never notice. Raises `error` if it is RunnerLost:
     nothing can go on then."""
@@ -95,7 +95,6 @@ def abandon(schedule: Schedule, batch: Batch, error: Exception, queues: Queues) 
         raise error
     sequences = [s for s in schedule.sequences if s.is_running]
     queues.finish(sequences)
-    queues.table.send_again(batch.block_updates)
     text = f"{type(error).__name__}: {error}"
     return [
         StepOutput(s.request_id, s.index, [], finish_reason="abort", error=text) for s in sequences

@@ -66,8 +66,8 @@ class SlotTable:
         # Counts the slot's owners: a step in flight and the sampler's token history can tell
         # whether the slot is still whose it was.
         self.generation = np.zeros(size, np.int64)
-        # Writes to block_table since the last batch (flat index -> block), for the device's copy.
-        # A dict: a cell written twice in one step must reach the device once, with its last value.
+        # Writes to block_table that no batch has taken (flat index -> block), for the copy on the
+        # device. A dict: a cell written twice must get there once, with its last value.
         self.block_updates: dict[int, int] = {}
         # Of all sequences there have been: a step that samples none of these stops nobody.
         self.stop_token_ids: set[int] = set()
@@ -124,21 +124,22 @@ class SlotTable:
     def blocks_of(self, slot: int) -> list[int]:
         return self.block_table[slot, : self.num_blocks[slot]].tolist()
 
-    def take_block_updates(self) -> np.ndarray:
-        """[U, 2] int32 pairs (flat index into block_table, block); forgets them."""
-        updates = np.empty((len(self.block_updates), 2), np.int32)
-        if self.block_updates:  # most steps of few rows take no block
-            updates[:, 0] = list(self.block_updates)
-            updates[:, 1] = list(self.block_updates.values())
-        self.block_updates.clear()
-        return updates
+    def take_block_updates(self, slots: np.ndarray) -> np.ndarray:
+        """[U, 2] int32 pairs (flat index into block_table, block) of these slots; forgets them.
 
-    def send_again(self, updates: np.ndarray) -> None:
-        """The step that had these may not have reached the device's copy. Its cells go with the
-        next one, as they are now: those of sequences that were not in the step are needed."""
-        cells = updates[:, 0]
-        blocks = self.block_table.reshape(-1)[cells]
-        self.block_updates.update(zip(cells.tolist(), blocks.tolist(), strict=True))
+        Those of others wait for a step of theirs: whose step fails ends with it, so whoever goes on
+        depends on no step that failed, nor on one whose result is not known yet.
+        """
+        updates = np.empty((len(self.block_updates), 2), np.int32)
+        if not self.block_updates:  # most steps of few rows take no block
+            return updates
+        updates[:, 0] = list(self.block_updates)
+        updates[:, 1] = list(self.block_updates.values())
+        chosen = np.zeros(len(self.block_table), np.bool_)
+        chosen[slots] = True
+        taken = chosen[updates[:, 0] // self.block_table.shape[1]]
+        self.block_updates = dict(updates[~taken].tolist())
+        return updates[taken]
 
 
 def slots_of(sequences: list[Sequence]) -> np.ndarray:

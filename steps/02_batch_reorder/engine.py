@@ -73,7 +73,7 @@ class Engine(RequestSide):
         except Exception as error:
             logger.exception("a step failed; its requests end")
             self.recorder.failed_step()
-            return abandon(schedule, batch, error, self.queues)
+            return abandon(schedule, error, self.queues)
         clock.lap()
         outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
         self.recorder.step(

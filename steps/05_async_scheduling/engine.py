@@ -109,7 +109,7 @@ class Engine(RequestSide):
         except Exception as error:
             # What is in flight is sound, and may be the end of some of them.
             outputs += self._land()
-            outputs += self._failed(schedule, batch, error)
+            outputs += self._failed(schedule, error)
             return None
         clock.lap()
         return Flight(schedule, batch, handle, clock)
@@ -124,7 +124,7 @@ class Engine(RequestSide):
         try:
             result = flight.handle.result()
         except Exception as error:
-            return self._failed(flight.schedule, flight.batch, error)
+            return self._failed(flight.schedule, error)
         flight.clock.lap()
         schedule, batch, clock = flight.schedule, flight.batch, flight.clock
         outputs = commit(schedule, batch, result, self.table, self.block_manager, self.queues)
@@ -132,10 +132,10 @@ class Engine(RequestSide):
         self.recorder.step(schedule, batch, outputs, clock, graph, self.queues, self.block_manager)
         return outputs
 
-    def _failed(self, schedule: Schedule, batch: Batch, error: Exception) -> list[StepOutput]:
+    def _failed(self, schedule: Schedule, error: Exception) -> list[StepOutput]:
         logger.exception("a step failed; its requests end", exc_info=error)
         self.recorder.failed_step()
-        return abandon(schedule, batch, error, self.queues)
+        return abandon(schedule, error, self.queues)
 
     def close(self) -> None:
         """Drop all requests and release memory and files. Idempotent."""
