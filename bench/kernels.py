@@ -26,7 +26,7 @@ from bench.floor import Rates, measure_rates
 from bench.gpu import hardware
 from bench.result import Hardware, git_state, library_versions, now, write_json
 from shared.kernels.paged_decode_attention import DecodeWorkspace, paged_decode_attention
-from shared.kernels.paged_prefill_attention import paged_prefill_attention
+from shared.kernels.paged_prefill_attention import PrefillWorkspace, paged_prefill_attention
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
 from shared.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
@@ -293,6 +293,7 @@ def prefill_case(
     pages = Pages.build(lengths, block_size)
     offsets = torch.tensor([0, *new_lens]).cumsum(0).int().cuda()
     key_offsets = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    workspace = PrefillWorkspace.allocate(torch.device("cuda"))
 
     def make() -> dict[str, Callable[[], object]]:
         q = randn(sum(new_lens), num_heads, dim)
@@ -307,6 +308,7 @@ def prefill_case(
                 pages.seq_lens,
                 max(new_lens),
                 scale,
+                workspace=workspace,
             )
         }
         if flash_attn_varlen_func and block_size % FLASH_ATTN_BLOCK_SIZE == 0:
@@ -354,6 +356,7 @@ def all_cases() -> Iterator[Case]:
     for block_size in (16, 256):
         yield decode_case("1 x 4096", [4096], 32, block_size)
         yield decode_case("8 x 1024", [1024] * 8, 32, block_size)
+        yield decode_case("8 x 1000..5000", spread_lengths(8, 1000, 5000), 32, block_size)
         yield decode_case("8 x 32768", [32768] * 8, 32, block_size)
         yield decode_case("256 x 100..2000", spread_lengths(256, 100, 2000), 16, block_size)
     for block_size in (16, 64, 256):
@@ -363,6 +366,10 @@ def all_cases() -> Iterator[Case]:
         yield prefill_case("16 x 512", [(512, 0)] * 16, block_size)
         yield prefill_case("512 after 16384", [(512, 16384)], block_size)
         yield prefill_case("64 decodes at 2000 + 2048", [(1, 1999)] * 64 + [(2048, 0)], block_size)
+        # Few tiles of many keys: a step of decodes and a chunk, of a small model.
+        for context in (0, 3584):
+            rows = [(1, 599)] * 32 + [(512, context)]
+            yield prefill_case(f"32 decodes at 600 + 512 after {context}", rows, block_size, 16)
 
 
 def show(rows: Sequence[Measurement], rates: Rates) -> None:

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-STAGES = ["00_baseline", "01_chunked_prefill", "02_batch_reorder"]
+STAGES = steps.engines()
 BACKENDS = [
     "triton",
     pytest.param(

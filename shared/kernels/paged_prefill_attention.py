@@ -4,6 +4,13 @@ and, as the general case, any mix of them with decodes.
 The kernel is FlashAttention-2's loop (arXiv:2307.08691) over pages (arXiv:2309.06180). One program
 computes one tile of queries for one KV head: the query heads that share the KV head are packed
 into the tile's rows, so a key is read once for the whole group.
+
+A short chunk of a long prompt makes fewer tiles than the GPU runs at once, and each walks through
+thousands of keys alone. Then a tile's keys are split over several programs, as in
+paged_decode_attention; the one that ends last combines their results.
+
+    one program per tile       keys |#########################|
+    three                      keys |########|########|########|  + their sum
 """
 
 from __future__ import annotations
@@ -16,6 +23,17 @@ import torch
 import torch.nn.functional as F
 
 from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
+
+# Programs of the narrow tile that run at once on a multiprocessor: shared memory has room for two.
+_PROGRAMS_PER_SM = 2
+# And a tile is split over at most so many. The wide one never is, and its registers have no room
+# for the code.
+_MAX_SPLITS = 4
+# Fewer keys are not worth a second program.
+_MIN_SPLIT = 512
+# A launch is made for as many tiles as a batch of its size can have. Most programs of many rows
+# find nothing to do, and splits would multiply them: none beyond this many for each that runs.
+_MAX_WAVES = 16
 
 
 def paged_prefill_attention_reference(
@@ -77,6 +95,7 @@ def paged_prefill_attention(
     max_query_len: int,
     scale: float,
     out: torch.Tensor | None = None,
+    workspace: PrefillWorkspace | None = None,
 ) -> torch.Tensor:
     """q [T, num_heads, D] -> [T, num_heads, D], into `out` where given.
 
@@ -89,7 +108,7 @@ def paged_prefill_attention(
 
     All of these but the bound stay on the device, and the grid follows from T and R alone: a
     captured graph serves every batch of its size. Padding rows repeat the last offset; tokens past
-    cu[R] come back as zeros.
+    cu[R] come back as zeros. Without a workspace each call allocates and clears one.
     """
     if runs_on_triton(q):
         return paged_prefill_attention_triton(
@@ -103,6 +122,7 @@ def paged_prefill_attention(
             max_query_len,
             scale,
             out,
+            workspace,
         )
     result = paged_prefill_attention_reference(
         q, k_cache, v_cache, block_tables, slots, cu_seqlens_q.tolist(), seq_lens.tolist(), scale
@@ -115,6 +135,25 @@ def paged_prefill_attention(
 
 
 @dataclass(frozen=True)
+class PrefillWorkspace:
+    """Memory between the programs of one call; calls that run one after the other can share it.
+
+    arrivals [programs that split their keys] int32: zeros, and zeros again after every call.
+    """
+
+    arrivals: torch.Tensor
+    num_sms: int
+
+    @classmethod
+    def allocate(cls, device: torch.device, num_sms: int | None = None) -> PrefillWorkspace:
+        """Enough for every call, as choose_splits() has it; num_sms: the device's own if None."""
+        if num_sms is None:
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        tiles = _MAX_WAVES * _PROGRAMS_PER_SM * num_sms // 2
+        return cls(torch.zeros(tiles, dtype=torch.int32, device=device), num_sms)
+
+
+@dataclass(frozen=True)
 class PrefillTile:
     """block_m rows of (query, head in group) against block_n keys at a time."""
 
@@ -122,6 +161,7 @@ class PrefillTile:
     block_n: int
     num_warps: int
     num_stages: int
+    max_splits: int = _MAX_SPLITS
 
 
 @jit()
@@ -188,8 +228,47 @@ def _attend(
     return accumulator, new_max, row_sum, pages
 
 
+@jit()
+def _combine(
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    head,
+    used,
+    num_partials,
+    split_stride,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+) -> None:
+    """Weigh the splits of a tile by their share of the softmax's sum.
+
+    head [BLOCK_M]: where the rows of the tile are among the query heads of the batch."""
+    total = tl.full(head.shape, float("-inf"), dtype=tl.float32)
+    for split in tl.static_range(MAX_SPLITS):
+        # Past the first-level cache: other multiprocessors wrote these a moment ago. A split that
+        # is not there weighs exp2(-inf) = 0.
+        there = tl.where(split < num_partials, used, False)
+        lse_ptr = partial_lse_ptr + split * split_stride + head
+        lse = tl.load(lse_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
+        new_max = tl.maximum(total, lse)
+        total = new_max + tl.log2(tl.exp2(total - new_max) + tl.exp2(lse - new_max))
+    # Some columns at a time, of all splits: all of a tile would be too many registers.
+    for begin in tl.range(0, HEAD_DIM, WIDTH):
+        offsets = head[:, None] * HEAD_DIM + begin + tl.arange(0, WIDTH)[None, :]
+        result = tl.zeros(offsets.shape, dtype=tl.float32)
+        for split in tl.static_range(MAX_SPLITS):
+            there = tl.where(split < num_partials, used, False)
+            lse_ptr = partial_lse_ptr + split * split_stride + head
+            lse = tl.load(lse_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
+            partial_ptr = partial_out_ptr + split * split_stride * HEAD_DIM + offsets
+            partial = tl.load(partial_ptr, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            result += partial * tl.exp2(lse - total)[:, None]
+        tl.store(out_ptr + offsets, result, mask=used[:, None])
+
+
 @jit(
-    integers=("num_rows", "num_tokens", "table_stride"),
+    integers=("num_rows", "num_tokens", "table_stride", "num_splits"),
     metadata=("block_tables_ptr", "slots_ptr", "cu_seqlens_ptr", "seq_lens_ptr"),
 )
 def _paged_prefill_attention_kernel(
@@ -201,23 +280,30 @@ def _paged_prefill_attention_kernel(
     slots_ptr,
     cu_seqlens_ptr,
     seq_lens_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    arrivals_ptr,
     scale_log2,
     num_rows,
     num_tokens,
     table_stride,
+    num_splits,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ) -> None:
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     ROW_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     # Last tiles first: they see the most keys, and a long program started late is a long tail.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile = program // NUM_KV_HEADS
     kv_head = program % NUM_KV_HEADS
+    split = program // NUM_KV_HEADS % num_splits
+    tile = program // NUM_KV_HEADS // num_splits
 
     row = _find_row(cu_seqlens_ptr, tile, num_rows, TILE_TOKENS)
     row_begin = tl.load(cu_seqlens_ptr + row)
@@ -234,13 +320,15 @@ def _paged_prefill_attention_kernel(
     # divide BLOCK_M leaves the last few rows unused. 64 bits for where the tile begins, 32 within.
     m = tl.arange(0, BLOCK_M)
     tokens = tile_begin + m // GROUP
-    used = ((m < TILE_TOKENS * GROUP) & (tokens < row_end))[:, None]
-    tile_offset = (tile_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
-    offsets = (m // GROUP) * (ROW_STRIDE * GROUP) + (m % GROUP) * HEAD_DIM
-    offsets = offsets[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    used = (m < TILE_TOKENS * GROUP) & (tokens < row_end)
+    tile_head = (tile_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
+    head = (m // GROUP) * (NUM_KV_HEADS * GROUP) + m % GROUP
+    tile_offset = tile_head * HEAD_DIM
+    offsets = head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     if is_padding:
-        tl.store(out_ptr + tile_offset + offsets, accumulator, mask=used)
+        if split == 0:
+            tl.store(out_ptr + tile_offset + offsets, accumulator, mask=used[:, None])
         return
 
     seq_len = tl.load(seq_lens_ptr + row)
@@ -249,17 +337,30 @@ def _paged_prefill_attention_kernel(
     # Every query of the tile sees the keys before `shared_keys`; none sees `num_keys`.
     num_keys = row_position + tl.minimum(tile_begin + TILE_TOKENS, row_end)
     shared_keys = (first_position + 1) // BLOCK_N * BLOCK_N
+    begin, shared_end, end, num_partials = 0, shared_keys, num_keys, 1
+    if MAX_SPLITS > 1:
+        # The shared keys are split, so that every query sees some of every split; the last one goes
+        # on to the end.
+        split_len = tl.cdiv(tl.cdiv(shared_keys, num_splits), BLOCK_N) * BLOCK_N
+        split_len = tl.maximum(split_len, MIN_SPLIT)
+        num_partials = tl.maximum(tl.cdiv(shared_keys, split_len), 1)
+        if split >= num_partials:
+            return
+        begin = split * split_len
+        shared_end = tl.minimum(begin + split_len, shared_keys)
+        end = tl.where(split == num_partials - 1, num_keys, shared_end)
+
     table_ptr = block_tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     d = tl.arange(0, HEAD_DIM)[None, :]
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM + d
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM + d
-    q = tl.load(q_ptr + tile_offset + offsets, mask=used, other=0.0)
+    q = tl.load(q_ptr + tile_offset + offsets, mask=used[:, None], other=0.0)
     query_positions = row_position + tokens
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    positions = tl.minimum(tl.arange(0, BLOCK_N), num_keys - 1)
+    positions = tl.minimum(begin + tl.arange(0, BLOCK_N), num_keys - 1)
     pages = tl.load(table_ptr + positions // PAGE_SIZE)
-    for start in tl.range(0, shared_keys, BLOCK_N):
+    for start in tl.range(begin, shared_end, BLOCK_N):
         accumulator, row_max, row_sum, pages = _attend(
             accumulator,
             row_max,
@@ -278,9 +379,9 @@ def _paged_prefill_attention_kernel(
             BLOCK_N,
             False,
         )
-    positions = tl.minimum(shared_keys + tl.arange(0, BLOCK_N), num_keys - 1)
+    positions = tl.minimum(shared_end + tl.arange(0, BLOCK_N), num_keys - 1)
     pages = tl.load(table_ptr + positions // PAGE_SIZE)
-    for start in tl.range(shared_keys, num_keys, BLOCK_N):
+    for start in tl.range(shared_end, end, BLOCK_N):
         accumulator, row_max, row_sum, pages = _attend(
             accumulator,
             row_max,
@@ -301,7 +402,36 @@ def _paged_prefill_attention_kernel(
         )
     # A row without keys has the sum 0: zeros, not 0 / 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    tl.store(out_ptr + tile_offset + offsets, accumulator / row_sum[:, None], mask=used)
+    result = accumulator / row_sum[:, None]
+    if num_partials == 1:
+        tl.store(out_ptr + tile_offset + offsets, result, mask=used[:, None])
+    else:
+        split_stride = num_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP)
+        partial_lse_ptr += tile_head
+        partial_out_ptr += tile_offset
+        lse_ptr = partial_lse_ptr + split * split_stride + head
+        tl.store(lse_ptr, row_max + tl.log2(row_sum), mask=used)
+        split_ptr = partial_out_ptr + split * split_stride * HEAD_DIM
+        tl.store(split_ptr + offsets, result, mask=used[:, None])
+        # Every thread's stores come before the count, and the count before the last one's loads.
+        arrival_ptr = arrivals_ptr + tile * NUM_KV_HEADS + kv_head
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_partials - 1:
+            tl.debug_barrier()
+            _combine(
+                out_ptr + tile_offset,
+                partial_out_ptr,
+                partial_lse_ptr,
+                head,
+                used,
+                num_partials,
+                split_stride,
+                HEAD_DIM,
+                min(HEAD_DIM, 32),
+                MAX_SPLITS,
+            )
+            tl.store(arrival_ptr, 0)
 
 
 def choose_tile(group: int, head_dim: int, element_size: int, wide: bool) -> PrefillTile:
@@ -312,7 +442,7 @@ def choose_tile(group: int, head_dim: int, element_size: int, wide: bool) -> Pre
     if wide and head_dim <= 128:
         # Four warp groups of 64 rows: while some wait for the softmax, others multiply. Each key
         # is read once for 256 rows, which keeps the second-level cache out of the way.
-        return PrefillTile(256, 64 if head_dim > 64 else 128, 16, 3)
+        return PrefillTile(256, 64 if head_dim > 64 else 128, 16, 3, max_splits=1)
     # Two small programs on a multiprocessor hide each other's waiting, and a decode leaves less of
     # the tile empty. Fits the shared memory of every GPU since sm_80.
     block_m = max(64, next_power_of_2(group))
@@ -330,6 +460,32 @@ def prefers_wide_tile(num_tokens: int, num_heads: int, group: int, average_queri
     return average_queries * group >= 512 and num_tokens * num_heads // 256 >= 192
 
 
+def choose_splits(
+    num_tokens: int,
+    num_tiles: int,
+    tile_tokens: int,
+    num_kv_heads: int,
+    max_length: int,
+    num_sms: int,
+) -> int:
+    """Programs per tile and KV head, from sizes alone, so that a captured graph fits every batch.
+
+    Rows of many queries make full tiles, and of these there are about num_tokens / tile_tokens;
+    rows of one query only make num_tiles larger, and their programs are short.
+    """
+    at_once = _PROGRAMS_PER_SM * num_sms
+    full = max(1, num_tokens // tile_tokens) * num_kv_heads
+    return max(
+        1,
+        min(
+            _MAX_SPLITS,
+            (at_once + full // 2) // full,  # rounded: as many as run at once
+            _MAX_WAVES * at_once // (num_tiles * num_kv_heads),
+            max_length // _MIN_SPLIT,
+        ),
+    )
+
+
 def paged_prefill_attention_triton(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -341,7 +497,9 @@ def paged_prefill_attention_triton(
     max_query_len: int,
     scale: float,
     out: torch.Tensor | None = None,
+    workspace: PrefillWorkspace | None = None,
     tile: PrefillTile | None = None,
+    splits: int | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(q) if out is None else out
     if not all(x.is_contiguous() for x in (q, out, k_cache, v_cache)):
@@ -356,8 +514,21 @@ def paged_prefill_attention_triton(
         wide = hopper and prefers_wide_tile(num_tokens, num_heads, group, average_queries)
         tile = choose_tile(group, head_dim, q.element_size(), wide)
     # Upper bound on the tiles of any batch of this size (see _find_row), padding included.
-    num_tiles = num_tokens // (tile.block_m // group) + num_rows + 1
-    _paged_prefill_attention_kernel[(num_tiles * num_kv_heads,)](
+    tile_tokens = tile.block_m // group
+    num_tiles = num_tokens // tile_tokens + num_rows + 1
+    workspace = workspace or PrefillWorkspace.allocate(q.device)
+    if splits is None:
+        max_length = block_tables.shape[1] * page_size
+        splits = choose_splits(
+            num_tokens, num_tiles, tile_tokens, num_kv_heads, max_length, workspace.num_sms
+        )
+    splits = min(splits, tile.max_splits)
+    if splits > 1 and num_tiles * num_kv_heads > workspace.arrivals.shape[0]:
+        raise ValueError(f"{num_tiles} tiles in {splits} splits exceed the workspace")
+    partial_shape = (splits if splits > 1 else 0, num_tokens, num_heads)
+    partial_out = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
+    _paged_prefill_attention_kernel[(num_tiles * num_kv_heads * splits,)](
         q,
         k_cache,
         v_cache,
@@ -366,16 +537,22 @@ def paged_prefill_attention_triton(
         slots,
         cu_seqlens_q,
         seq_lens,
+        partial_out,
+        partial_lse,
+        workspace.arrivals,
         scale * math.log2(math.e),
         num_rows,
         num_tokens,
         block_tables.stride(0),
+        splits,
         num_kv_heads,
         group,
         head_dim,
         page_size,
         tile.block_m,
         tile.block_n,
+        _MIN_SPLIT,
+        tile.max_splits,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,

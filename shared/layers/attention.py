@@ -15,6 +15,7 @@ from shared.kernels.paged_decode_attention import (
     paged_decode_attention_reference,
 )
 from shared.kernels.paged_prefill_attention import (
+    PrefillWorkspace,
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
@@ -161,6 +162,7 @@ class TritonBackend(AttentionBackend):
         self.workspace = DecodeWorkspace.allocate(
             shape.max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device
         )
+        self.prefill_workspace = PrefillWorkspace.allocate(shape.device)
         on_gpu = shape.device.type == "cuda"
         self.beside = torch.cuda.Stream(shape.device) if on_gpu else None
 
@@ -207,6 +209,7 @@ class TritonBackend(AttentionBackend):
                 m.max_query_len,
                 scale,
                 out,
+                self.prefill_workspace,
             )
         if beside is not None:
             torch.cuda.current_stream(q.device).wait_stream(beside)

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from shared.kernels import paged_prefill_attention as module
 from shared.kernels.paged_prefill_attention import (
+    PrefillWorkspace,
+    choose_splits,
     choose_tile,
     paged_prefill_attention,
     paged_prefill_attention_reference,
@@ -28,6 +30,7 @@ def run(batch: PagedBatch, **changes: object) -> torch.Tensor:
         "seq_lens": batch.seq_lens,
         "max_query_len": batch.max_query_len,
         "scale": batch.scale,
+        "workspace": PrefillWorkspace.allocate(batch.q.device, num_sms=16),
     }
     return paged_prefill_attention_triton(**{**arguments, **changes})
 
@@ -157,6 +160,126 @@ def test_tail_of_a_batch_with_its_own_offsets(place: Place) -> None:
     place.assert_close(out[3:], batch.exact[3:])
 
 
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of one step, so that small cases have many."""
+    monkeypatch.setattr(module, "_MIN_SPLIT", 16)
+
+
+# Tiles have 16 (fp32: 8) to 64 (32) queries, steps 64 (16) keys: contexts around a step, around
+# what several splits hold, and of nothing.
+SPLIT_BATCHES = {
+    "a chunk on each side of a step": ([64, 64, 64], [63, 64, 65]),
+    "a chunk after splits of equal length": ([32], [512]),
+    "a chunk after splits of unequal length": ([77], [411]),
+    "a last split of a few keys": ([5], [196]),
+    "no context": ([150], [0]),
+    "chunks beside decodes": ([1, 1, 90, 1, 1, 33, 1], [0, 301, 259, 64, 63, 0, 16]),
+    "decodes alone": ([1] * 6, [300, 0, 1, 127, 128, 190]),
+}
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4])
+@pytest.mark.parametrize("batch_name", SPLIT_BATCHES)
+def test_split_keys(
+    place: Place, poison_empty: None, short_splits: None, batch_name: str, splits: int
+) -> None:
+    query_lens, context_lens = SPLIT_BATCHES[batch_name]
+    batch = make_batch(query_lens, context_lens, device=place.device, dtype=place.dtype)
+    workspace = PrefillWorkspace.allocate(place.device, num_sms=16)
+    place.assert_close(run(batch, splits=splits, workspace=workspace), batch.exact)
+    assert not workspace.arrivals.any()
+
+
+@pytest.mark.parametrize(
+    "group, head_dim, block_size",
+    [(1, 64, 16), (2, 128, 16), (4, 128, 64), (5, 32, 16), (8, 16, 256)],
+)
+def test_split_keys_of_any_model(
+    place: Place,
+    poison_empty: None,
+    short_splits: None,
+    group: int,
+    head_dim: int,
+    block_size: int,
+) -> None:
+    batch = make_batch(
+        [1, 71, 1, 20],
+        [140, 203, 0, 333],
+        device=place.device,
+        dtype=place.dtype,
+        block_size=block_size,
+        num_kv_heads=1,
+        group=group,
+        head_dim=head_dim,
+        padding_rows=3,
+        padding_tokens=40,
+    )
+    batch.q[93:] = float("nan")
+    out = run(batch, splits=3)
+    place.assert_close(out, batch.exact)
+    assert not out[93:].any()
+
+
+def test_split_keys_of_a_tail(place: Place, poison_empty: None, short_splits: None) -> None:
+    """Offsets that do not start at 0: queries before the first one are left alone."""
+    batch = make_batch(
+        [1, 1, 1, 50, 9], [5, 80, 0, 300, 140], device=place.device, dtype=place.dtype
+    )
+    tail = {
+        "slots": batch.slots[3:],
+        "cu_seqlens_q": batch.cu_seqlens[3:],
+        "seq_lens": batch.seq_lens[3:],
+    }
+    out = torch.full_like(batch.q, float("nan"))
+    run(batch, splits=4, out=out, **tail)
+    assert out[:3].isnan().all()
+    place.assert_close(out[3:], batch.exact[3:])
+
+
+def test_results_of_splits_are_the_same_every_time(place: Place, short_splits: None) -> None:
+    batch = make_batch([60, 1], [300, 400], device=place.device, dtype=place.dtype)
+    workspace = PrefillWorkspace.allocate(place.device, num_sms=16)
+    first = run(batch, splits=4, workspace=workspace)
+    for splits in (3, 4):  # a call leaves nothing for the next one
+        out = run(batch, splits=splits, workspace=workspace)
+    assert torch.equal(first, out)
+
+
+def test_few_long_tiles_are_split() -> None:
+    def splits(tokens: int, rows: int, heads: int, length: int = 8192) -> int:
+        """Of narrow tiles on an H200, 2 query heads to a KV head."""
+        return choose_splits(tokens, tokens // 32 + rows + 1, 32, heads, length, 132)
+
+    assert splits(512, 1, 8) == 2
+    assert splits(640, 128, 8) == 2  # the captured size of 32 decodes and a chunk of 512
+    assert splits(128, 8, 8) == 4
+    assert splits(1024, 1, 8) == 1  # as many programs as run at once
+    assert splits(8192, 1, 8) == 1
+    assert splits(512, 1, 8, length=1000) == 1  # nothing to split
+    assert splits(512, 512, 8) == 1  # so many rows that most of a launch is empty
+    assert splits(1024, 1, 1) == 4  # one KV head on this rank
+
+
+def test_split_tiles_fit_the_workspace_for_every_size() -> None:
+    for num_sms in (1, 8, 132):
+        workspace = PrefillWorkspace.allocate(torch.device("cpu"), num_sms)
+        for heads in (1, 3, 8):
+            for tile_tokens in (1, 16, 64):
+                for tokens in (1, 31, 32, 300, 512, 2048, 16384):
+                    for rows in (1, 16, 128, 512):
+                        tiles = tokens // tile_tokens + rows + 1
+                        sizes = (tokens, tiles, tile_tokens, heads, 1 << 20, num_sms)
+                        if choose_splits(*sizes) > 1:
+                            assert tiles * heads <= workspace.arrivals.shape[0]
+
+
+def test_too_many_tiles_for_the_workspace_is_an_error(place: Place) -> None:
+    batch = make_batch([3] * 20, [0] * 20, device=place.device, dtype=place.dtype)
+    with pytest.raises(ValueError, match="workspace"):
+        run(batch, splits=2, workspace=PrefillWorkspace.allocate(place.device, num_sms=1))
+
+
 @settings(
     max_examples=10,
     deadline=None,
@@ -164,12 +287,18 @@ def test_tail_of_a_batch_with_its_own_offsets(place: Place) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=6),
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 200)), min_size=1, max_size=6),
     padding=st.tuples(st.integers(0, 3), st.integers(0, 20)),
     group=st.integers(1, 6),
+    splits=st.integers(1, 4),
 )
 def test_any_batch(
-    place: Place, lengths: list[tuple[int, int]], padding: tuple[int, int], group: int
+    place: Place,
+    short_splits: None,
+    lengths: list[tuple[int, int]],
+    padding: tuple[int, int],
+    group: int,
+    splits: int,
 ) -> None:
     batch = make_batch(
         [new for new, _ in lengths] + [1],
@@ -183,7 +312,7 @@ def test_any_batch(
         padding_tokens=padding[1],
     )
     out = torch.full_like(batch.q, float("nan"))
-    place.assert_close(run(batch, out=out), batch.exact)
+    place.assert_close(run(batch, out=out, splits=splits), batch.exact)
 
 
 needs_gpu = [
@@ -210,6 +339,41 @@ class TestOnGpu:
         )
         for wide in (False, True):
             place.assert_close(run(batch, tile=choose_tile(4, 128, 2, wide)), batch.exact)
+
+    def test_split_keys_in_a_graph(self) -> None:
+        """Programs of a tile end in any order, and the result is the same every time."""
+        torch.manual_seed(0)
+        place = Place(self.device, torch.bfloat16)
+        batch = make_batch(
+            [1] * 8 + [300, 90],
+            [700 * row for row in range(8)] + [2900, 1300],
+            device=self.device,
+            dtype=torch.bfloat16,
+            num_kv_heads=4,
+            head_dim=128,
+            padding_rows=5,
+            padding_tokens=20,
+        )
+        workspace = PrefillWorkspace.allocate(self.device)
+        kernel = module._paged_prefill_attention_kernel
+        whole = run(batch, splits=1, workspace=workspace)
+        compiled = sum(len(cache[0]) for cache in kernel.device_caches.values())
+        for splits in (2, 3, 4):
+            out = torch.empty_like(batch.q)
+            run(batch, splits=splits, workspace=workspace, out=out)
+            place.assert_close(out, batch.exact)
+            place.assert_close(out, whole)
+            first = out.clone()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run(batch, splits=splits, workspace=workspace, out=out)
+            for _ in range(20):
+                out.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(out, first)
+            assert not workspace.arrivals.any()
+        assert sum(len(cache[0]) for cache in kernel.device_caches.values()) == compiled
 
     def test_pool_offsets_beyond_int32(self) -> None:
         torch.manual_seed(0)
