@@ -13,7 +13,8 @@ from steps import engines, load
 if TYPE_CHECKING:
     from shared.engine.protocol import Engine
 
-DEFAULT_ENGINE = "01_chunked_prefill"
+# The one that measures best online: bench/results/online_engines_h200.json.
+DEFAULT_ENGINE = "05_async_scheduling"
 
 
 class OnlineConfig(EngineConfig):
