@@ -175,17 +175,17 @@ def _levels(picture: Picture, left: float, top: float, most: float) -> None:
 
 def goodput(rows: Sequence[Row]) -> str | None:
     """Requests per second within the SLO over those offered, a line per target; for each rate its
-    newest row. The dashed line is what was offered."""
+    newest row. The dashed line is what was offered. None if there are no two rates."""
     lines: dict[str, dict[float, float]] = {}
     for row in rows:
         reached = row["medians"].get("goodput.requests_per_second")
         if row.get("rate_rps") and reached is not None:
             lines.setdefault(row["label"], {})[row["rate_rps"]] = reached
     rates = sorted({rate for points in lines.values() for rate in points})
-    if not rates:
+    if len(rates) < 2:
         return None
     low, high = math.log2(rates[0]), math.log2(rates[-1])
-    span = (high - low) or 1.0
+    span = high - low
     best = max(value for points in lines.values() for value in points.values())
     most = _round_up(best or 1.0)
     left, top = 60.0, 30.0

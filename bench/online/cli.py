@@ -253,7 +253,8 @@ def counters_gained(
 
 def _counters(stats: dict[str, Any]) -> dict[str, float]:
     stats = stats.get("stats", {})
-    whole = {k: v for k, v in stats.items() if k.startswith("prefix_") or k == "preemptions"}
+    own = ("preemptions", "step_seconds", "serving_seconds")
+    whole = {k: v for k, v in stats.items() if k.startswith("prefix_") or k in own}
     return {**whole, **stats.get("counters", {})}
 
 

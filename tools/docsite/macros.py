@@ -18,7 +18,7 @@
     {{ memory }}                      weights, activations, graphs and pool of every GPU result
     {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size
     {{ small_batch }}                 linear layers of few rows
-    {{ decode_profile }}              where the time of a decode step goes
+    {{ decode_profile }}              where the time of a decode step goes; or of files by name
     {{ idle FILE ROWS }}              how much of it no kernel runs, in percent
     {{ all_reduce }}                  sums over ranks
     {{ all_reduced KIB WAY TIMES }}   one of them, in us; so many, in ms

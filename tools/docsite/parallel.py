@@ -87,22 +87,24 @@ def _size(row: Row) -> Size:
 
 
 def _table(rows: Sequence[Row], metrics: dict[str, tuple[str, str]], source: str) -> str:
-    """The newest row of each rate and size."""
+    """The newest row of each rate, size and engine."""
     newest = {
-        (row.get("rate_rps") or 0.0, _size(row)): row
+        (row.get("rate_rps") or 0.0, row["stage"], _size(row)): row
         for row in sorted(rows, key=lambda row: row.get("created", ""))
     }
     metrics = {m: v for m, v in metrics.items() if any(m in r["medians"] for r in newest.values())}
-    offered = ["offered, requests/s"] if any(rate for rate, _ in newest) else []
+    offered = ["offered, requests/s"] if any(rate for rate, *_ in newest) else []
+    engines = ["engine"] if len({stage for _, stage, _ in newest}) > 1 else []
     names = [header for header, _ in metrics.values()]
-    headers = [*offered, "DP", "TP", *names, "times one", "GPU use %"]
+    headers = [*offered, *engines, "DP", "TP", *names, "times one", "GPU use %"]
     lines = ["| " + " | ".join(headers) + " |", "|" + "---:|" * len(headers)]
-    for (rate, size), row in sorted(newest.items()):
-        one = newest.get((rate, (1, 1)), {"medians": {}})["medians"].get("tokens_per_second")
+    for (rate, stage, size), row in sorted(newest.items()):
+        one = newest.get((rate, stage, (1, 1)), {"medians": {}})["medians"].get("tokens_per_second")
         speed = row["medians"].get("tokens_per_second")
         used = [f"{use['utilization_percent']:.0f}" for use in row.get("gpu_use", [])]
         cells = [
             *([f"{rate:g}"] if offered else []),
+            *([stage] if engines else []),
             *(str(number) for number in size),
             *(results.value(row, metric, form) for metric, (_, form) in metrics.items()),
             "-" if one is None or speed is None else f"{speed / one:.2f}",

@@ -191,24 +191,34 @@ Newest = dict[str, tuple[Row, str]]  # stage -> its newest row, and the file
 
 
 def newest_rows(workloads: Sequence[str]) -> list[tuple[tuple[str, ...], Newest]]:
-    """Per context, in the order of the workloads. A file that compares several stages says more
-    than a newer one of a single stage."""
-    groups: dict[tuple[str, ...], Newest] = {}
+    """The newest rows by context, in the order of the workloads.
+
+    Stages in one file ran in turns. Rows of two such files do not stand side by side: a context
+    that both have comes twice, unless the newer one has all stages of the other.
+    """
+    groups: dict[tuple[str, ...], dict[str, Newest]] = {}
     for name in compared():
-        num_stages = len({row["stage"] for row in rows_of(name)})
         for row in rows_of(name):
-            if row["workload"]["name"] not in workloads or not row["medians"]:
-                continue
-            newest = groups.setdefault(context(row), {})
-            kept = newest.get(row["stage"])
-            if kept is not None:
-                of_kept = len({r["stage"] for r in rows_of(kept[1])})
-                if (of_kept, kept[0].get("created", "")) > (num_stages, row.get("created", "")):
-                    continue
-            newest[row["stage"]] = (row, name)
-    return sorted(
-        groups.items(), key=lambda item: (workloads.index(item[0][0].split(",")[0]), item[0])
-    )
+            if row["workload"]["name"] in workloads and row["medians"]:
+                groups.setdefault(context(row), {}).setdefault(name, {})[row["stage"]] = row, name
+    found = [(key, rows) for key, by_file in groups.items() for rows in _side_by_side(by_file)]
+    return sorted(found, key=lambda item: (workloads.index(item[0][0].split(",")[0]), item[0]))
+
+
+def _side_by_side(by_file: dict[str, Newest]) -> list[Newest]:
+    oldest_first = sorted(by_file.values(), key=_created)
+    several = [rows for rows in oldest_first if len(rows) > 1]
+    if not several:
+        return [{stage: row for rows in oldest_first for stage, row in rows.items()}]
+    return [
+        rows
+        for i, rows in enumerate(several)
+        if not any(rows.keys() <= newer.keys() for newer in several[i + 1 :])
+    ]
+
+
+def _created(rows: Newest) -> str:
+    return max(row.get("created", "") for row, _ in rows.values())
 
 
 def ladder(workloads: Sequence[str]) -> str:
@@ -436,15 +446,19 @@ def all_reduce_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def decode_profile() -> str:
-    """Where the time of a decode step goes, from decode_profile_*.json: a table per model."""
+def decode_profile(*names: str) -> str:
+    """Where the time of a decode step goes: a table for each file, by default for all of one
+    device."""
     parts = []
     for path in sorted(RESULTS.rglob("decode_profile_*.json")):
         report = json.loads(path.read_text())
         steps, config = report["steps"], report["config"]
+        ranks = config.get("tensor_parallel_size", 1)
+        if path.name not in names if names else ranks > 1:
+            continue
         heads = [f"{step['rows']} x {step['context']:,.0f} tokens" for step in steps]
         lines = [
-            "| " + " | ".join([f"{config['model']}, µs", *heads]) + " |",
+            "| " + " | ".join([f"{config['model']}, {_ranks(ranks)}µs", *heads]) + " |",
             "|---|" + "---:|" * len(steps),
         ]
         lines += profile_lines(steps)
@@ -457,6 +471,10 @@ def decode_profile() -> str:
     if not parts:
         raise ValueError("no decode profile")
     return "\n\n".join(parts)
+
+
+def _ranks(count: int) -> str:
+    return f"one of {count} ranks, " if count > 1 else ""
 
 
 def idle(name: str, rows: str) -> str:
