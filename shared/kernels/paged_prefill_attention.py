@@ -227,8 +227,12 @@ def _paged_prefill_attention_kernel(
 ) -> None:
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     ROW_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    kv_head = tl.program_id(0)
-    tile, row = _find_tile(cu_seqlens_ptr, tl.program_id(1), num_rows, TILE_TOKENS, ROWS_AT_ONCE)
+    # One axis: a second one would end at 65535 tiles.
+    program = tl.program_id(0)
+    kv_head = program % NUM_KV_HEADS
+    tile, row = _find_tile(
+        cu_seqlens_ptr, program // NUM_KV_HEADS, num_rows, TILE_TOKENS, ROWS_AT_ONCE
+    )
     row_begin = tl.load(cu_seqlens_ptr + row)
     tile_begin = row_begin + TILE_TOKENS * (
         tile - (row_begin - tl.load(cu_seqlens_ptr)) // TILE_TOKENS - row
@@ -366,7 +370,7 @@ def paged_prefill_attention_triton(
         tile = choose_tile(group, head_dim, q.element_size(), wide)
     # Upper bound on the tiles of any batch of this size (see _find_tile), padding included.
     num_tiles = num_tokens // (tile.block_m // group) + num_rows + 1
-    _paged_prefill_attention_kernel[(num_kv_heads, num_tiles)](
+    _paged_prefill_attention_kernel[(num_tiles * num_kv_heads,)](
         q,
         k_cache,
         v_cache,
