@@ -254,6 +254,6 @@ def test_several_gpus_are_compared_with_one(stored: Path) -> None:
     assert "| 1 | 1 | 100 | 1.00 | - |" in found
     assert "| 1 | 2 | 150 | 1.50 | - |" in found
     assert "| 2 | 1 | 190 | 1.90 | - |" in found
-    assert "| 8 | 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
+    assert "| 8 | 04_p | 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
     assert "DP 2, TP 1: 5.50 (1.83 times one)" in found
-    assert "| 8 | 2 | 1 | 55 | 5.50 | 1.83 | - |" in expand("{{ served saturation,other }}")
+    assert "| 8 | 04_p | 2 | 1 | 55 | 5.50 | 1.83 | - |" in expand("{{ served saturation,other }}")
