@@ -254,9 +254,9 @@ def test_several_gpus_are_compared_with_one(stored: Path) -> None:
     assert "| 1 | 1 | 100 | 1.00 | - |" in found
     assert "| 1 | 2 | 150 | 1.50 | - |" in found
     assert "| 2 | 1 | 190 | 1.90 | - |" in found
-    assert "| 8 | 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
+    assert "| 8 | 04_p | 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
     assert "DP 2, TP 1: 5.50 (1.83 times one)" in found
-    assert "| 8 | 2 | 1 | 55 | 5.50 | 1.83 | - |" in expand("{{ served saturation,other }}")
+    assert "| 8 | 04_p | 2 | 1 | 55 | 5.50 | 1.83 | - |" in expand("{{ served saturation,other }}")
 
 
 def profile(ranks: int, busy: float) -> dict[str, Any]:
@@ -321,13 +321,12 @@ def test_engines_behind_a_server_have_lines_of_their_own(stored: Path) -> None:
     rows = [served("01_b", 1, 50.0), served("01_b", 2, 80.0)]
     (stored / "online.json").write_text(json.dumps(rows))
     alone = expand(text)
-    assert "engine" not in alone
-    assert "| 8 | 2 | 1 | 80 | 8.00 | 1.60 | - |" in alone
+    assert "| offered, requests/s | engine | DP | TP |" in alone
+    assert "| 8 | 01_b | 2 | 1 | 80 | 8.00 | 1.60 | - |" in alone
     assert "Most goodput" in alone
     rows += [served("05_c", 1, 60.0), served("05_c", 2, 120.0)]
     (stored / "online.json").write_text(json.dumps(rows))
     both = expand(text)
-    assert "| offered, requests/s | engine | DP | TP |" in both
     assert "| 8 | 01_b | 2 | 1 | 80 | 8.00 | 1.60 | - |" in both  # times its own engine's one
     assert "| 8 | 05_c | 2 | 1 | 120 | 12.00 | 2.00 | - |" in both
     assert "Most goodput" not in both

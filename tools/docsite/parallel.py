@@ -94,7 +94,7 @@ def _table(rows: Sequence[Row], metrics: dict[str, tuple[str, str]], source: str
     }
     metrics = {m: v for m, v in metrics.items() if any(m in r["medians"] for r in newest.values())}
     offered = ["offered, requests/s"] if any(rate for rate, *_ in newest) else []
-    engines = ["engine"] if len({stage for _, stage, _ in newest}) > 1 else []
+    engines = ["engine"] if any("label" in row for row in rows) else []
     names = [header for header, _ in metrics.values()]
     headers = [*offered, *engines, "DP", "TP", *names, "times one", "GPU use %"]
     lines = ["| " + " | ".join(headers) + " |", "|" + "---:|" * len(headers)]
