@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from tools.docsite import results
 from tools.docsite.results import Row
@@ -121,9 +121,12 @@ def _table(rows: Sequence[Row], metrics: dict[str, tuple[str, str]], source: str
     return "\n".join([*lines, "", note])
 
 
-def _best_goodput(rows: Iterable[Row]) -> str:
-    """The most of each size over the rates: past saturation it falls, at other rates for each."""
+def _best_goodput(rows: Collection[Row]) -> str:
+    """The most of each size over the rates: past saturation it falls, at other rates for each. Of
+    several engines nothing is said."""
     best: dict[Size, float] = {}
+    if len({row["stage"] for row in rows}) > 1:
+        return ""
     for row in rows:
         if GOODPUT in row["medians"]:
             size = _size(row)
