@@ -286,30 +286,30 @@ def prefill_case(
     num_heads: int = 32,
     num_kv_heads: int = 8,
     dim: int = 128,
+    captured: tuple[int, int] | None = None,
 ) -> Case:
+    """captured: tokens and rows of a CUDA graph that the batch is padded to."""
     new_lens = [new for new, _ in new_and_context]
     lengths = [new + old for new, old in new_and_context]
     scale = dim**-0.5
     pages = Pages.build(lengths, block_size)
+    tokens, rows = captured or (sum(new_lens), len(lengths))
+    padding = (0, rows - len(lengths))
     offsets = torch.tensor([0, *new_lens]).cumsum(0).int().cuda()
+    offsets = F.pad(offsets, padding, value=sum(new_lens))
+    slots, seq_lens = F.pad(pages.slots, padding), F.pad(pages.seq_lens, padding)
+    longest = tokens if captured else max(new_lens)
     key_offsets = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
 
     def make() -> dict[str, Callable[[], object]]:
-        q = randn(sum(new_lens), num_heads, dim)
+        q = randn(tokens, num_heads, dim)
         cache = pages.pool(num_kv_heads, dim)
         calls: dict[str, Callable[[], object]] = {
             "triton": lambda: paged_prefill_attention(
-                q,
-                *cache,
-                pages.block_tables,
-                pages.slots,
-                offsets,
-                pages.seq_lens,
-                max(new_lens),
-                scale,
+                q, *cache, pages.block_tables, slots, offsets, seq_lens, longest, scale
             )
         }
-        if flash_attn_varlen_func and block_size % FLASH_ATTN_BLOCK_SIZE == 0:
+        if flash_attn_varlen_func and not captured and block_size % FLASH_ATTN_BLOCK_SIZE == 0:
             calls["flash_attn"] = lambda: flash_attn_varlen_func(
                 q,
                 *cache,
@@ -354,6 +354,7 @@ def all_cases() -> Iterator[Case]:
     for block_size in (16, 256):
         yield decode_case("1 x 4096", [4096], 32, block_size)
         yield decode_case("8 x 1024", [1024] * 8, 32, block_size)
+        yield decode_case("8 x 1000..5000", spread_lengths(8, 1000, 5000), 32, block_size)
         yield decode_case("8 x 32768", [32768] * 8, 32, block_size)
         yield decode_case("256 x 100..2000", spread_lengths(256, 100, 2000), 16, block_size)
     for block_size in (16, 64, 256):
@@ -363,6 +364,10 @@ def all_cases() -> Iterator[Case]:
         yield prefill_case("16 x 512", [(512, 0)] * 16, block_size)
         yield prefill_case("512 after 16384", [(512, 16384)], block_size)
         yield prefill_case("64 decodes at 2000 + 2048", [(1, 1999)] * 64 + [(2048, 0)], block_size)
+        few = [(1, 599)] * 32 + [(512, 3584)]
+        yield prefill_case("32 decodes at 600 + 512 after 3584", few, block_size, 16)
+        name = "the same, padded to 640 tokens, 128 rows"
+        yield prefill_case(name, few, block_size, 16, captured=(640, 128))
 
 
 def show(rows: Sequence[Measurement], rates: Rates) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+import steps
 from bench import gpu, result
 from bench.floor import ModelCost, Rates
 from bench.online import cli, plot, report
@@ -1148,7 +1149,7 @@ def test_our_server_delivers_what_the_client_counts() -> None:
         (again,) = asyncio.run(cli._run(dataclasses.replace(options, target=chunked), None))
     (run,), (second,) = row.runs, again.runs
     assert (run.completed, run.failures) == (8, {})
-    assert (row.stage, row.id_limit) == ("01_chunked_prefill", 4096)
+    assert (row.stage, row.id_limit) == (steps.load("03_online").Config().engine, 4096)
     assert row.floor is not None
     assert row.percent_of_floor is not None
     assert 0 < row.percent_of_floor < 100

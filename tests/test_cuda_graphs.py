@@ -86,7 +86,7 @@ def rehearse(engine: Any, stage: str) -> tuple[Rehearsed, Rehearsed]:
     return graphs
 
 
-@pytest.mark.parametrize("stage", ["00_baseline", "01_chunked_prefill", "02_batch_reorder"])
+@pytest.mark.parametrize("stage", steps.engines())
 class TestContractInGraphs(EngineContract):
     @pytest.fixture(autouse=True)
     def _stage(self, stage: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import steps
 from shared import EngineConfig, SamplingParams
+from shared.engine.slots import Limits, SlotTable
 from shared.engine.trace import read_trace
 from tests.fakes import VOCABULARY, expected_output, fake_engine, run_to_end
 
@@ -133,3 +135,29 @@ def test_a_trace_accounts_for_every_token_and_block(stage: str, tmp_path: Any) -
         assert computed[name] == len(prompts[name.split("#")[0]]) + len(sampled) - 1
     assert records[-1].free_blocks == 12
     assert records[-1].running == records[-1].waiting == []
+
+
+def test_blocks_are_told_to_the_device_with_the_first_step_of_their_slot() -> None:
+    limits = Limits(
+        vocab_size=9,
+        block_size=4,
+        num_blocks=20,
+        max_model_length=12,
+        max_num_sequences=4,
+        max_num_batched_tokens=9,
+    )
+    table = SlotTable(limits)
+
+    def taken(*slots: int) -> list[list[int]]:
+        return sorted(table.take_block_updates(np.array(slots, np.intp)).tolist())
+
+    table.append_blocks(0, [7])
+    table.append_blocks(2, [8, 9])
+    table.append_block_each(np.array([0, 1], np.intp), [3, 4])
+    assert taken(3) == []
+    assert taken(2, 0) == [[0, 7], [1, 3], [6, 8], [7, 9]]
+    assert taken(2, 0) == []
+    table.num_blocks[1] = 0  # slot 1 has another owner before it was in a step
+    table.append_blocks(1, [5, 6])
+    assert taken(0, 1, 2, 3) == [[3, 5], [4, 6]]
+    assert not table.block_updates

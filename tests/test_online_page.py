@@ -25,6 +25,7 @@ from shared.engine.batch import Batch
 from tests.fakes import FakeHandle, fake_engine
 from tests.online_server import TIMEOUT, ServerThread, fake_server, raw_request, wait_until
 
+online = importlib.import_module("steps.03_online.config")
 live = importlib.import_module("steps.03_online.live")
 
 PAGE = Path(live.__file__).with_name("page.html").read_text()
@@ -121,7 +122,7 @@ def test_page_needs_no_key_but_its_feed_does() -> None:
 # The feed
 
 
-@pytest.mark.parametrize("stage", ["00_baseline", "01_chunked_prefill"])
+@pytest.mark.parametrize("stage", ["00_baseline", "01_chunked_prefill", "05_async_scheduling"])
 def test_feed_tells_what_the_engine_did(stage: str) -> None:
     config = {"engine": stage, "max_num_batched_tokens": 64, "max_num_sequences": 8}
     with ServerThread(config) as server:
@@ -260,7 +261,7 @@ def owners_of(scene: Any) -> np.ndarray:
     return owners
 
 
-@pytest.mark.parametrize("stage", ["00_baseline", "01_chunked_prefill"])
+@pytest.mark.parametrize("stage", ["00_baseline", "01_chunked_prefill", "05_async_scheduling"])
 @pytest.mark.parametrize("caching", [False, True])
 def test_grid_is_the_block_tables(stage: str, caching: bool) -> None:
     """With shared prefixes, several completions and preemptions, after every look."""
@@ -444,7 +445,8 @@ def test_in_a_browser() -> None:
             complaints.clear()
             page.fill("#key", "sesame")
             page.press("#key", "Enter")
-            wait_until(lambda: page.evaluate("document.title === '01_chunked_prefill, live'"))
+            title = f"document.title === '{online.DEFAULT_ENGINE}, live'"
+            wait_until(lambda: page.evaluate(title))
             before = _colours(page, "#blocks")
             page.fill("#max-tokens", "60")
             page.fill("#prompt", "Who's there?\nStand, and unfold yourself. " * 3)

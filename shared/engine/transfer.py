@@ -67,7 +67,7 @@ class HostCopies:
         if ids is None:
             ids = torch.empty(0, dtype=torch.int32)
         if self._pinned is None or self._events is None:
-            return HostCopy(ids, None)
+            return HostCopy(ids.clone(), None)  # a replayed graph writes where the last one did
         self._turn ^= 1
         if (last := self._last[self._turn]) is not None:
             last.read()  # only waits if more than two steps are in flight

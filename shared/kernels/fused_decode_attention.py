@@ -18,7 +18,8 @@ these operations add to a layer's two projections, the separate kernels (overlap
     Qwen3-0.6B    6.9  4.5     5.8  3.5     7.8  5.6    10.4  9.0
     Qwen3-8B      9.5  6.6     6.4  7.7     8.3  9.3    10.7 11.1
 
-(8B from 2 rows on: its projections are the library's, which do not let the next kernel start.)
+(8B from 2 rows on was measured behind the library's projections, which do not let the next kernel
+start; by now those of small_batch_linear are there.)
 """
 
 from __future__ import annotations

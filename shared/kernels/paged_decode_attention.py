@@ -9,6 +9,8 @@ more of them and no program is still busy when the others are done:
     programs of a fixed number a row    |#####|#####|   |#|#|   |##|##|
     of one length                       |###|###|###|#| |##|    |###|#|
 
+(H200, bf16, 32 query heads over 8: 8 rows of 1,000 to 5,000 tokens take 29 us instead of 38.)
+
 The query heads that share a KV head are the rows of one tile: a key is read once for the whole
 group.
 """
@@ -29,12 +31,15 @@ _GATHERED_TOKENS = 16384
 
 # Splits whose partial results the last program reads at once.
 COMBINE_STEP = 8
-# A single sequence is split over at most so many: the last one combines their results alone.
+# On average a row is split over at most so many: the last one combines their results alone.
 _MAX_SPLITS = 32
 # Lengths of a split that a program tries before it knows which keys are its own.
 LENGTHS_TRIED = 8
 # Programs per multiprocessor to aim for: four run at once.
 _PROGRAMS_PER_SM = 4
+# Rows that meet every size in rows_block(), together with the most rows that there will be: whoever
+# has run these compiles nothing later.
+ROWS_TO_WARM_UP = (16, 33, 129, 513)
 # Pairs of row and KV head per multiprocessor from which on programs come in many waves: rows of
 # different lengths then even out by themselves, and a program may be larger.
 _MANY_PAIRS_PER_SM = 8

@@ -254,6 +254,79 @@ def test_several_gpus_are_compared_with_one(stored: Path) -> None:
     assert "| 1 | 1 | 100 | 1.00 | - |" in found
     assert "| 1 | 2 | 150 | 1.50 | - |" in found
     assert "| 2 | 1 | 190 | 1.90 | - |" in found
-    assert "| 8 | 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
+    assert "| 8 | 04_p | 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
     assert "DP 2, TP 1: 5.50 (1.83 times one)" in found
-    assert "| 8 | 2 | 1 | 55 | 5.50 | 1.83 | - |" in expand("{{ served saturation,other }}")
+    assert "| 8 | 04_p | 2 | 1 | 55 | 5.50 | 1.83 | - |" in expand("{{ served saturation,other }}")
+
+
+def profile(ranks: int, busy: float) -> dict[str, Any]:
+    part = {"part": "linear", "launches": 3.0, "microseconds": busy, "floor": 10.0}
+    return {
+        "steps": [{"rows": 8, "context": 512.0, "step": 50.0, "busy": busy, "parts": [part]}],
+        "config": {
+            "model": "m",
+            "dtype": "bfloat16",
+            "device_name": "some GPU",
+            "tensor_parallel_size": ranks,
+        },
+        "copy_gb_per_second": 4000.0,
+    }
+
+
+def test_profiles_are_those_of_one_device_or_those_named(stored: Path) -> None:
+    (stored / "decode_profile_a.json").write_text(json.dumps(profile(2, 22.0)))
+    (stored / "decode_profile_b.json").write_text(json.dumps(profile(1, 41.0)))
+    alone = expand("{{ decode_profile }}")
+    assert "| m, µs | 8 x 512 tokens |" in alone
+    assert "ranks" not in alone
+    both = expand("{{ decode_profile decode_profile_b.json decode_profile_a.json }}")
+    assert both.startswith(alone)  # in the order of the names
+    assert "| m, one of 2 ranks, µs | 8 x 512 tokens |" in both
+    assert "| linear, 3 launches | 22 (10) |" in both
+    with pytest.raises(PageError):
+        expand("{{ decode_profile decode_profile_b.json decode_profile_c.json }}")
+
+
+def test_two_comparisons_of_one_work_stand_in_two_columns(stored: Path) -> None:
+    def write(name: str, created: str, speeds: dict[str, int]) -> None:
+        rows = [stored_row(stage, speed) for stage, speed in speeds.items()]
+        for row in rows:
+            row["workload"]["name"] = "nano"
+            row["created"] = created
+        (stored / name).write_text(json.dumps(rows))
+        results.rows_of.cache_clear()
+
+    def lines() -> list[str]:
+        return [line for line in expand("{{ ladder nano }}").splitlines() if line[:3] == "| 0"]
+
+    write("a.json", "2026-01-01", {"00": 10, "01": 11, "02": 12})
+    write("b.json", "2026-01-02", {"00": 20, "01": 21, "05": 25})
+    write("c.json", "2026-01-03", {"00": 30})  # a stage alone is compared with nobody
+    assert lines() == ["| 00 | 10 | 20 |", "| 01 | 11 | 21 |", "| 02 | 12 | - |", "| 05 | - | 25 |"]
+    assert expand("{{ plot throughput nano }}").count("<svg") == 2
+    # All that b.json has, and newer.
+    write("a.json", "2026-01-04", {"00": 10, "01": 11, "02": 12, "05": 15})
+    assert lines() == ["| 00 | 10 |", "| 01 | 11 |", "| 02 | 12 |", "| 05 | 15 |"]
+    assert expand("{{ plot throughput nano }}").count("<svg") == 1
+
+
+def test_engines_behind_a_server_have_lines_of_their_own(stored: Path) -> None:
+    def served(engine: str, size: int, speed: float) -> dict[str, Any]:
+        row = online_row(engine, 8.0, speed / 10)
+        row["medians"]["tokens_per_second"] = speed
+        row["spread"] = {name: (value, value) for name, value in row["medians"].items()}
+        return {**row, "stage": engine, "config": {"data_parallel_size": size}}
+
+    text = "{{ served saturation }}"
+    rows = [served("01_b", 1, 50.0), served("01_b", 2, 80.0)]
+    (stored / "online.json").write_text(json.dumps(rows))
+    alone = expand(text)
+    assert "| offered, requests/s | engine | DP | TP |" in alone
+    assert "| 8 | 01_b | 2 | 1 | 80 | 8.00 | 1.60 | - |" in alone
+    assert "Most goodput" in alone
+    rows += [served("05_c", 1, 60.0), served("05_c", 2, 120.0)]
+    (stored / "online.json").write_text(json.dumps(rows))
+    both = expand(text)
+    assert "| 8 | 01_b | 2 | 1 | 80 | 8.00 | 1.60 | - |" in both  # times its own engine's one
+    assert "| 8 | 05_c | 2 | 1 | 120 | 12.00 | 2.00 | - |" in both
+    assert "Most goodput" not in both

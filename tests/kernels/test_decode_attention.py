@@ -10,6 +10,7 @@ from shared.kernels._triton import jit, tl
 from shared.kernels.paged_decode_attention import (
     DecodeWorkspace,
     choose_splits,
+    choose_tile,
     paged_decode_attention,
     paged_decode_attention_reference,
     paged_decode_attention_triton,
@@ -187,6 +188,20 @@ def test_splits_cover_every_key_once_and_are_even(
     assert len(expected) <= units
     assert [tuple(line[:3]) for line in out[: len(expected)].tolist()] == expected
     assert (out[len(expected) :, 0] >= rows).all()
+
+
+def test_no_number_of_rows_meets_a_kernel_that_is_not_warmed_up() -> None:
+    for num_sms in (78, 108, 132, 148):
+        for num_kv_heads in (1, 2, 3, 4, 8):
+
+            def variant(rows: int, heads: int = num_kv_heads, sms: int = num_sms) -> tuple:
+                tile = choose_tile(128, 2, rows * heads / sms)
+                return module.rows_block(rows, heads, sms), tile
+
+            for most in (1, 16, 131, 140, 264, 512, 1024, 2000):
+                warm = {min(rows, most) for rows in (*module.ROWS_TO_WARM_UP, most)}
+                known = {variant(rows) for rows in warm}
+                assert known == {variant(rows) for rows in range(1, most + 1)}
 
 
 def test_splits_fit_the_workspace_for_every_size() -> None:

@@ -118,6 +118,22 @@ def test_rows_without_queries_between_others(place: Place, poison_empty: None) -
     place.assert_close(run(batch), batch.exact)
 
 
+def test_more_rows_than_a_program_reads_at_once(
+    place: Place, poison_empty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 2)
+    batch = make_batch(
+        [1, 0, 40, 1, 0, 9, 1],
+        [70, 3, 0, 0, 12, 8, 30],
+        device=place.device,
+        dtype=place.dtype,
+        padding_rows=4,
+        padding_tokens=70,
+    )
+    out = torch.full_like(batch.q, float("nan"))
+    place.assert_close(run(batch, out=out), batch.exact)
+
+
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_decodes_in_either_tile(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from tools.docsite import results
 from tools.docsite.results import Row
@@ -94,7 +94,7 @@ def _table(rows: Sequence[Row], metrics: dict[str, tuple[str, str]], source: str
     }
     metrics = {m: v for m, v in metrics.items() if any(m in r["medians"] for r in newest.values())}
     offered = ["offered, requests/s"] if any(rate for rate, *_ in newest) else []
-    engines = ["engine"] if len({stage for _, stage, _ in newest}) > 1 else []
+    engines = ["engine"] if any("label" in row for row in rows) else []
     names = [header for header, _ in metrics.values()]
     headers = [*offered, *engines, "DP", "TP", *names, "times one", "GPU use %"]
     lines = ["| " + " | ".join(headers) + " |", "|" + "---:|" * len(headers)]
@@ -121,9 +121,12 @@ def _table(rows: Sequence[Row], metrics: dict[str, tuple[str, str]], source: str
     return "\n".join([*lines, "", note])
 
 
-def _best_goodput(rows: Iterable[Row]) -> str:
-    """The most of each size over the rates: past saturation it falls, at other rates for each."""
+def _best_goodput(rows: Collection[Row]) -> str:
+    """The most of each size over the rates: past saturation it falls, at other rates for each. Of
+    several engines nothing is said."""
     best: dict[Size, float] = {}
+    if len({row["stage"] for row in rows}) > 1:
+        return ""
     for row in rows:
         if GOODPUT in row["medians"]:
             size = _size(row)

@@ -447,14 +447,15 @@ def all_reduce_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def decode_profile(*names: str) -> str:
-    """Where the time of a decode step goes: a table for each file, by default for all of one
-    device."""
+    """Where the time of a decode step goes: a table for each of these files, by default for all of
+    one device."""
     parts = []
-    for path in sorted(RESULTS.rglob("decode_profile_*.json")):
+    named = [RESULTS / name for name in names]
+    for path in named or sorted(RESULTS.rglob("decode_profile_*.json")):
         report = json.loads(path.read_text())
         steps, config = report["steps"], report["config"]
         ranks = config.get("tensor_parallel_size", 1)
-        if path.name not in names if names else ranks > 1:
+        if ranks > 1 and not named:
             continue
         heads = [f"{step['rows']} x {step['context']:,.0f} tokens" for step in steps]
         lines = [
