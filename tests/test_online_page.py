@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import importlib
+import itertools
 import json
 import random
 import re
@@ -20,7 +21,8 @@ import numpy as np
 import pytest
 
 from shared import SamplingParams
-from tests.fakes import fake_engine
+from shared.engine.batch import Batch
+from tests.fakes import FakeHandle, fake_engine
 from tests.online_server import TIMEOUT, ServerThread, fake_server, raw_request, wait_until
 
 online = importlib.import_module("steps.03_online.config")
@@ -323,6 +325,66 @@ def test_missed_records_do_no_lasting_harm() -> None:
     assert scene._blocks.num_held == 0
     assert owners_of(scene).max() <= 0
     assert scene._numbers == {}
+
+
+class Device:
+    """Takes 10 ms for a step and 2 ms more for each prompt token, by a clock that only it moves."""
+
+    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self._end = time.perf_counter()
+        self._submit = engine.runner.submit
+        engine.runner.submit = self.submit
+        monkeypatch.setattr("shared.engine.trace.time", self)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def submit(self, batch: Batch) -> FakeHandle:
+        handle: FakeHandle = self._submit(batch)
+        read = handle.result
+        num_prompt_tokens = batch.num_tokens - int(batch.decoding.sum())
+        end = self._end = max(self.now, self._end) + 0.01 + 0.002 * num_prompt_tokens
+
+        def result() -> Any:
+            self.now = max(self.now, end)
+            return read()
+
+        handle.result = result  # type: ignore[method-assign]
+        return handle
+
+
+@pytest.mark.parametrize("stage", ["01_chunked_prefill", "05_async_scheduling"])
+def test_steps_that_follow_each_other_do_so_on_the_page(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that were submitted while the one before them was in flight."""
+    engine = fake_engine(stage)
+    device = Device(engine, monkeypatch)
+    scene = live.Scene(100, True)
+    engine.listen(True)
+
+    def work(request_id: str, length: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        engine.add_request(request_id, prompt_of(length, seed=length), params)
+
+    work("a", 4)
+    engine.step()
+    engine.step()
+    work("b", 60)
+    while engine.has_unfinished_requests():
+        engine.step()
+    device.now += 0.5
+    work("c", 4)
+    while engine.has_unfinished_requests():
+        engine.step()
+    scene.take(engine.take_step_records())
+    bars = scene.update(engine.stats()).steps
+    pauses = [
+        after.time - before.time - before.milliseconds / 1e3
+        for before, after in itertools.pairwise(bars)
+    ]
+    assert [pause for pause in pauses if abs(pause) > 1e-4] == pytest.approx([0.5])
+    assert max(bar.milliseconds for bar in bars) == pytest.approx(130)
 
 
 def test_big_pools_show_several_blocks_in_a_cell() -> None:

@@ -69,7 +69,7 @@ class Bar(msgspec.Struct, array_like=True):
 
     step: int
     time: float
-    """Seconds, at the start of the step."""
+    """Seconds, at the start of the step; of one that was submitted ahead, when its turn came."""
     milliseconds: float
     graph: bool
     decodes: int
@@ -203,6 +203,7 @@ class Scene:
         self._waiting: list[int] = []
         self._names: dict[int, str] = {}
         self._steps: deque[Bar] = deque(maxlen=MAX_STEPS)
+        self._end = 0.0  # of the last step, as its bar shows it
         self._times: deque[tuple[float, float | None]] = deque(maxlen=MAX_LATENCIES)
         self._shown: EngineStats | None = None
         self._has_news = True
@@ -259,10 +260,13 @@ class Scene:
         if len(chunks) > MAX_CHUNKS:
             rest = sum(length for _, length in chunks[MAX_CHUNKS - 1 :])
             chunks[MAX_CHUNKS - 1 :] = [(chunks[MAX_CHUNKS - 1][0], rest)]
+        milliseconds = record.schedule_ms + record.forward_ms + record.wait_ms
+        begin = max(record.time, self._end)
+        self._end = begin + milliseconds / 1e3
         return Bar(
             record.step,
-            record.time,
-            round(record.schedule_ms + record.forward_ms + record.wait_ms, 3),
+            round(begin, 6),
+            round(milliseconds, 3),
             record.graph,
             len(record.decodes),
             chunks,
