@@ -7,6 +7,7 @@ Engines run in threads here; test_replica_processes.py has processes, and kills 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import threading
@@ -215,7 +216,28 @@ def test_a_start_that_fails_says_why_and_ends_the_others() -> None:
 
     with pytest.raises(ValueError, match="num_kvcache_blocks=7"):
         run(AsyncEngine.start(config(), in_process=True, build=build))
-    assert all(engine.closed for engine in made)
+    wait_until(lambda: all(engine.closed for engine in made))
+
+
+def test_an_engine_that_nobody_waits_for_any_more_is_closed() -> None:
+    """It is ready when the start of the other has failed."""
+    release = threading.Event()
+    made: list[Any] = []
+    numbers = itertools.count()
+
+    def build(options: dict[str, Any], end: Any = None) -> Any:
+        if next(numbers):
+            unusable(options, end)
+        release.wait(TIMEOUT)
+        made.append(FakeEngine(options))
+        return made[0]
+
+    try:
+        with pytest.raises(ValueError, match="num_kvcache_blocks=7"):
+            run(AsyncEngine.start(config(), in_process=True, build=build))
+    finally:
+        release.set()
+    wait_until(lambda: made and made[0].closed)
 
 
 def test_a_start_can_be_given_up() -> None:

@@ -29,7 +29,6 @@ from .messages import (
     Abort,
     Add,
     EngineInfo,
-    Event,
     Failure,
     Hello,
     Listen,
@@ -175,7 +174,8 @@ def serve(
     build: Callable[[Start, End], Engine],
     in_process: bool = False,
 ) -> bool:
-    """A whole life of an engine. False if it failed; its last words then went to the lifeline.
+    """A whole life of an engine, or as much of it as the front end waits for: so early nothing but
+    its end can stop a message. False if it failed; its last words then went to the lifeline.
     `in_process`: this is a thread of a process that goes on whatever happens here."""
     last_words = LastWords(lifeline)
 
@@ -187,13 +187,14 @@ def serve(
 
     engine: Engine | None = None
     try:
-        _send(endpoint, Hello())
+        if not endpoint.send(encode(Hello())):
+            return True
         start = _receive_start(endpoint, lifeline)
         if start is None:
             return True
         engine = build(start, end)
-        _send(endpoint, Ready(describe(engine, start.stage), engine.stats()))
-        EngineLoop(engine, endpoint, lifeline).run()
+        if endpoint.send(encode(Ready(describe(engine, start.stage), engine.stats()))):
+            EngineLoop(engine, endpoint, lifeline).run()
     except Exception as error:
         if engine is not None:
             logger.exception("the engine cannot go on")
@@ -221,11 +222,6 @@ def _receive_start(endpoint: Endpoint, lifeline: socket.socket) -> Start | None:
             return None
     (command,) = decode_commands(frame)
     return command if isinstance(command, Start) else None
-
-
-def _send(endpoint: Endpoint, event: Event) -> None:
-    sent = endpoint.send(encode(event))
-    assert sent, "nothing else is under way yet"
 
 
 def take_lifeline(at_end: Callable[[], object] | None = None) -> socket.socket:
