@@ -3,8 +3,9 @@ library's product with separate kernels for norm and activation.
 
     python -m bench.small_batch [--json bench/results/small_batch_h200.json]
 
-For each product of a Qwen3 layer, for the four of them in turn, and for the LM head: microseconds
-of one call, bf16, in a CUDA graph over weights that together exceed the L2 cache several times;
+For each product of a Qwen3 layer, for the four of them in turn, and for the LM head, with the
+norms, the activation and the sums of the residual stream, wherever they are added: microseconds of
+one call, bf16, in a CUDA graph over weights that together exceed the L2 cache several times;
 the floor is the weights' bytes at the measured bandwidth. `route` says which of the two the public
 functions take.
 """
@@ -29,6 +30,9 @@ from shared.kernels.rms_norm import add_rms_norm
 from shared.kernels.silu_and_mul import silu_and_mul
 from shared.kernels.small_batch_linear import (
     MAX_ROWS,
+    ResidualStream,
+    few_rows_tile,
+    linear_add_triton,
     linear_triton,
     norm_linear_triton,
     takes_kernel,
@@ -46,6 +50,7 @@ class Product:
     size: int
     normed: bool = False
     gated: bool = False
+    adds: bool = False
 
     def weight(self) -> torch.Tensor:
         return randn(self.weight_rows, self.size) * self.size**-0.5
@@ -62,9 +67,9 @@ def qwen3(name: str, hidden: int, heads: int, intermediate: int) -> Model:
     """8 KV heads of 128, 151936 tokens."""
     layer = (
         Product("qkv", (heads + 16) * 128, hidden, normed=True),
-        Product("o", hidden, heads * 128),
+        Product("o", hidden, heads * 128, adds=True),
         Product("gate_up", 2 * intermediate, hidden, normed=True, gated=True),
-        Product("down", hidden, intermediate),
+        Product("down", hidden, intermediate, adds=True),
     )
     return Model(name, layer, Product("head", 151936, hidden))
 
@@ -104,6 +109,13 @@ class Inputs:
         # Separate operations work in place: repeated, they must stay finite.
         self.separate_x, self.separate_residual = self.x.clone(), self.residual.clone()
         self.norm_weight = randn(product.size)
+        self.stream = ResidualStream(self.x, self.residual)
+        self.to_add = randn(rows, product.weight_rows)
+        if rows > 1:
+            tile = few_rows_tile(rows, product.size, product.size, DTYPE.itemsize)
+            tiles = -(-product.size // tile.block_n)
+            squares = torch.full((tiles, tile.rows), float(tile.block_n), device="cuda")
+            self.stream = ResidualStream(self.x, squares=squares)
 
     def library(self, weight: torch.Tensor) -> torch.Tensor:
         x = self.separate_x
@@ -113,11 +125,12 @@ class Inputs:
         return silu_and_mul(out) if self.product.gated else out
 
     def kernel(self, weight: torch.Tensor) -> torch.Tensor:
-        if not self.product.normed:
-            return linear_triton(self.x, weight)
-        return norm_linear_triton(
-            self.x, self.residual, self.norm_weight, EPS, weight, self.product.gated
-        )[0]
+        if self.product.normed:
+            product = self.product
+            return norm_linear_triton(self.stream, self.norm_weight, EPS, weight, product.gated)[0]
+        if self.product.adds and self.x.shape[0] > 1:
+            return linear_add_triton(self.x, weight, self.to_add).x
+        return linear_triton(self.x, weight)
 
 
 def measure(

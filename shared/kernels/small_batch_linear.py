@@ -5,14 +5,19 @@ bandwidth is its floor. A decode step of a small model misses that floor for oth
 product moves a few megabytes, one or two microseconds of work, behind a launch, a wait for the
 first bytes, and a norm or activation that does almost nothing and pays the same. Hence here:
 
-    norm_linear     (x, residual) -> norm(x + residual) @ weight^T
-    norm_gate_up    (x, residual) -> silu(gate) * up of norm(x + residual)
+    norm_linear     stream -> norm(stream) @ weight^T
+    norm_gate_up    stream -> silu(gate) * up of norm(stream)
+    linear_add      x, residual -> stream: x @ weight^T + residual
     linear          x -> x @ weight^T
 
-one kernel each for one row; for more, rms_norm's kernel and one for the rest. Consecutive
-kernels overlap: a kernel starts while the one before it still runs, requests its first weights,
-which depend on nothing, and only then waits for its input (programmatic dependent launch, Hopper
-and later).
+one kernel each. A norm is a factor per row, known when all of the row's squares are summed up, and
+it can as well multiply the product. One row's squares every program sums up itself. With more rows
+that would be too much to read: there the product before adds the residual, since it has the sum in
+registers, and leaves the sum of squares of each of its tiles.
+
+Consecutive kernels overlap: a kernel starts while the one before it still runs, requests its first
+weights, which depend on nothing, and only then waits for its input (programmatic dependent launch,
+Hopper and later).
 
             qkv |#####|
               o    |..##|            . weights on their way, waiting for the input
@@ -41,20 +46,20 @@ What decided the kernel for several rows (8 rows unless said):
 - Loading x only when its weights are there, not a step ahead: gate_up of 8B 53.8.
 - A small weight is one step of every program, all of it requested before the wait: o and down of
   0.6B 3.2 and 3.9, in several steps 3.7 and 4.0. Norm and product in one kernel: gate_up of 0.6B
-  6.2 instead of 5.5.
+  6.2 instead of 5.5, if it adds the residual and sums up the squares, too.
 - For one row, asking for a program's whole tile ahead of time in the L2 cache gained nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shared.kernels._triton import jit, overlaps, runs_on_triton, tl
+from shared.kernels._triton import jit, next_power_of_2, overlaps, runs_on_triton, tl
 from shared.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_triton,
@@ -64,6 +69,22 @@ from shared.kernels.rms_norm import (
 from shared.kernels.silu_and_mul import silu_and_mul
 
 MAX_ROWS = 16
+
+
+class ResidualStream(NamedTuple):
+    """What the layers add to, between two halves of a block."""
+
+    x: torch.Tensor
+    """[T, H]"""
+    residual: torch.Tensor | None = None
+    """[T, H], still to be added to x."""
+    squares: torch.Tensor | None = None
+    """[tiles, rows] float32, with nothing left to add: sums of the squares of x's rows, tile by
+    tile."""
+
+    def sum(self) -> torch.Tensor:
+        return self.x if self.residual is None else self.x + self.residual
+
 
 # Several rows. Elements of a weight up to which each program takes all its weights in one step
 # (gate_up of 0.6B: 6.3 M), unless the sums to be added, shares x rows, are too many: adding is one
@@ -93,36 +114,36 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
-def norm_linear(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual) @ weight^T, x + residual); without a residual, x stands for the sum.
+def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> ResidualStream:
+    """x [T, K], weight [N, K], residual [T, N] -> the stream x @ weight^T + residual."""
+    # Not in float16: the next product's input is then the sum times the norm's weight, before the
+    # factor of its row, and must not overflow.
+    if x.shape[0] > 1 and x.dtype == torch.bfloat16 and takes_kernel(x, weight):
+        return linear_add_triton(x, weight, residual)
+    return ResidualStream(linear(x, weight), residual)
 
-    x, residual [T, K]; norm_weight [K]; weight [N, K] -> [T, N], [T, K]. May overwrite x and
-    residual.
+
+def norm_linear(
+    stream: ResidualStream, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(sum) @ weight^T, sum) of a stream of [T, K].
+
+    norm_weight [K]; weight [N, K] -> [T, N], [T, K]. May overwrite the stream.
     """
-    if takes_kernel(x, weight):
-        return norm_linear_triton(x, residual, norm_weight, eps, weight)
-    x, residual = _add_norm(x, residual, norm_weight, eps)
-    return F.linear(x, weight), residual
+    if takes_kernel(stream.x, weight):
+        return norm_linear_triton(stream, norm_weight, eps, weight)
+    x, added = _add_norm(stream, norm_weight, eps)
+    return F.linear(x, weight), added
 
 
 def norm_gate_up(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
+    stream: ResidualStream, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm_linear` with a weight [2 * I, K], gate then up, and silu(gate) * up [T, I] of it."""
-    if takes_kernel(x, weight):
-        return norm_linear_triton(x, residual, norm_weight, eps, weight, gated=True)
-    x, residual = _add_norm(x, residual, norm_weight, eps)
-    return silu_and_mul(F.linear(x, weight)), residual
+    if takes_kernel(stream.x, weight):
+        return norm_linear_triton(stream, norm_weight, eps, weight, gated=True)
+    x, added = _add_norm(stream, norm_weight, eps)
+    return silu_and_mul(F.linear(x, weight)), added
 
 
 def takes_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -131,11 +152,11 @@ def takes_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _add_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    stream: ResidualStream, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if residual is None:
-        return rms_norm(x, weight, eps), x
-    return add_rms_norm(x, residual, weight, eps)
+    if stream.residual is None:
+        return rms_norm(stream.x, weight, eps), stream.x
+    return add_rms_norm(stream.x, stream.residual, weight, eps)
 
 
 @jit()
@@ -229,6 +250,11 @@ def _few_rows_kernel(
     out_ptr,
     partial_ptr,
     arrivals_ptr,
+    norm_weight_ptr,
+    x_squares_ptr,
+    residual_ptr,
+    squares_ptr,
+    eps,
     num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -238,6 +264,9 @@ def _few_rows_kernel(
     SPLITS: tl.constexpr,
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
+    X_TILES: tl.constexpr,  # of x's squares; 0: x has its norm already, or needs none
+    X_TILES_BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -245,6 +274,7 @@ def _few_rows_kernel(
     # them gate and half up where GATED), so that x is a small part of what it reads, and a share of
     # K, so that all multiprocessors read. The last program of a tile to end adds the shares up, in
     # their order.
+    NORM: tl.constexpr = X_TILES > 0
     split = tl.program_id(0)
     tile = tl.program_id(1)
     dtype = x_ptr.dtype.element_ty
@@ -267,9 +297,13 @@ def _few_rows_kernel(
             weight = tl.load(weight_ptr)
         else:
             weight = tl.load(weight_ptr, mask=(k < K)[None, :], other=0.0)
+        if NORM:
+            norm_weight = tl.load(norm_weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         x = tl.load(x_ptr, mask=present & (k < K)[:, None], other=0.0)
+        if NORM:
+            x = (x.to(tl.float32) * norm_weight[:, None]).to(dtype)
         out = tl.dot(weight, x, out, input_precision="ieee")
     else:
         # Weights come through shared memory, STAGES - 1 steps ahead, x through registers, one step
@@ -277,6 +311,8 @@ def _few_rows_kernel(
         # wait. Tiles start at different steps: all at once would want the same few lines of x from
         # the L2 cache.
         x = tl.zeros([BLOCK_K, ROWS], dtype)
+        if NORM:
+            norm = tl.zeros([BLOCK_K], norm_weight_ptr.dtype.element_ty)
         for step in tl.range(0, STEPS + 1, num_stages=STAGES):
             start = (step + tile + STEPS - 1) % STEPS * BLOCK_K
             mask = (n >= 0)[:, None] & (step > 0)
@@ -287,6 +323,10 @@ def _few_rows_kernel(
             mask = present & (step < STEPS)
             if not EVEN:
                 mask &= (start + k < K)[:, None]
+            if NORM:
+                next_norm = tl.load(norm_weight_ptr + start + k, mask=start + k < K, other=0.0)
+                x = (x.to(tl.float32) * norm.to(tl.float32)[:, None]).to(dtype)
+                norm = next_norm
             if OVERLAP:
                 start += _input_is_ready() * BLOCK_K
             next_x = tl.load(x_ptr + start, mask=mask, other=0.0)
@@ -308,52 +348,74 @@ def _few_rows_kernel(
                 # Past the first-level cache: other multiprocessors wrote these a moment ago.
                 out += tl.load(tile_ptr + share * PARTIAL, cache_modifier=".cg")
             tl.store(arrivals_ptr + tile, 0)
+        ready = _input_is_ready() if OVERLAP else 0
+        if NORM:
+            # A row's factor is the same for all its elements: it multiplies the result.
+            part = tl.arange(0, X_TILES_BLOCK)[:, None]
+            squares_of = x_squares_ptr + ready + part * ROWS + row[None, :]
+            squares = tl.sum(tl.load(squares_of, mask=part < X_TILES, other=0.0), axis=0)
+            out *= tl.rsqrt(squares / K + eps)[None, :]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(out, [2, COLUMNS, ROWS]), [1, 2, 0]))
             result = _silu_and_mul(gate, up, dtype)
         else:
             result = out
         column = first + tl.arange(0, COLUMNS)[:, None]
-        tl.store(out_ptr + row[None, :] * N + column, result, mask=present & (column < N))
+        offsets = row[None, :] * N + column
+        stored = present & (column < N)
+        if ADD:
+            # Rounded where the separate operations round.
+            added = tl.load(residual_ptr + ready + offsets, mask=stored, other=0.0)
+            result = tl.where(stored, (result.to(dtype) + added).to(tl.float32), 0.0)
+            squares = tl.sum(result * result, axis=0)
+            tl.store(squares_ptr + tile * ROWS + row, squares)
+        tl.store(out_ptr + offsets, result, mask=stored)
 
 
 def linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """At most 16 rows."""
-    return _launch(x, None, None, 0.0, weight, gated=False)[0]
+    _check_rows(x)
+    x = x.contiguous()
+    if x.shape[0] == 1:
+        return _launch_one_row(ResidualStream(x), None, 0.0, weight, gated=False)[0]
+    return _launch_few_rows(ResidualStream(x), None, 0.0, weight).x
+
+
+def linear_add_triton(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+) -> ResidualStream:
+    """2 to 16 rows."""
+    _check_rows(x, 2)
+    stream = ResidualStream(x.contiguous())
+    return _launch_few_rows(stream, None, 0.0, weight, residual=residual.contiguous())
 
 
 def norm_linear_triton(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
+    stream: ResidualStream,
     norm_weight: torch.Tensor,
     eps: float,
     weight: torch.Tensor,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """At most 16 rows. May overwrite x and residual; without a residual the sum is x itself."""
-    return _launch(x, residual, norm_weight, eps, weight, gated)
-
-
-def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    weight: torch.Tensor,
-    gated: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = x.shape[0]
-    if not 1 <= num_rows <= MAX_ROWS:
-        raise ValueError(f"{num_rows} rows: these kernels take 1 to {MAX_ROWS}")
-    if num_rows == 1:
-        return _launch_one_row(x.contiguous(), residual, norm_weight, eps, weight, gated)
-    x = added = x.contiguous()
-    if norm_weight is not None:
+    """At most 16 rows. May overwrite the stream; without a residual the sum is its x."""
+    _check_rows(stream.x)
+    x, residual, squares = stream
+    x = x.contiguous()
+    if x.shape[0] == 1:
+        return _launch_one_row(ResidualStream(x, residual), norm_weight, eps, weight, gated)
+    added = x
+    if squares is None:
         if residual is None:
             x = rms_norm_triton(x, norm_weight, eps)
         else:
             x, added = add_rms_norm_triton(x, residual.contiguous(), norm_weight, eps)
-    return _launch_few_rows(x, weight, gated), added
+    normed = ResidualStream(x, squares=squares)
+    return _launch_few_rows(normed, norm_weight, eps, weight, gated).x, added
+
+
+def _check_rows(x: torch.Tensor, fewest: int = 1) -> None:
+    if not fewest <= x.shape[0] <= MAX_ROWS:
+        raise ValueError(f"{x.shape[0]} rows: these kernels take {fewest} to {MAX_ROWS}")
 
 
 def _options(x: torch.Tensor) -> dict[str, Any]:
@@ -367,13 +429,13 @@ def _options(x: torch.Tensor) -> dict[str, Any]:
 
 
 def _launch_one_row(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
+    stream: ResidualStream,
     norm_weight: torch.Tensor | None,
     eps: float,
     weight: torch.Tensor,
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    x, residual, _ = stream
     size = x.shape[1]
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
@@ -403,7 +465,17 @@ def _launch_one_row(
     return out, added
 
 
-def _launch_few_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+def _launch_few_rows(
+    stream: ResidualStream,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> ResidualStream:
+    """The product of the stream's x, with the norm whose squares the stream has. With a residual,
+    of the product's size: their sum, and its squares."""
+    x, _, x_squares = stream
     num_rows, size = x.shape
     tile = few_rows_tile(num_rows, weight.shape[0], size, x.element_size())
     num_outputs, columns = weight.shape[0], tile.block_n
@@ -411,6 +483,10 @@ def _launch_few_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torc
         num_outputs, columns = num_outputs // 2, columns // 2
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     num_tiles = -(-num_outputs // columns)
+    x_tiles = 0 if x_squares is None else x_squares.shape[0]
+    squares = None
+    if residual is not None:
+        squares = torch.empty((num_tiles, tile.rows), dtype=torch.float32, device=x.device)
     partial = arrivals = out
     if tile.splits > 1:
         shape = (num_tiles, tile.splits, tile.block_n, tile.rows)
@@ -422,6 +498,11 @@ def _launch_few_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torc
         out,
         partial,
         arrivals,
+        x if norm_weight is None else norm_weight,
+        x if x_squares is None else x_squares,
+        x if residual is None else residual,
+        x if squares is None else squares,
+        eps,
         num_rows,
         num_outputs,
         size,
@@ -431,11 +512,14 @@ def _launch_few_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torc
         tile.splits,
         tile.steps,
         tile.stages,
+        x_tiles,
+        next_power_of_2(x_tiles) if x_tiles else 0,
+        ADD=residual is not None,
         GATED=gated,
         num_warps=4,
         **_options(x),
     )
-    return out
+    return ResidualStream(out, squares=squares)
 
 
 def _arrivals_of(weight: torch.Tensor, num_tiles: int) -> torch.Tensor:

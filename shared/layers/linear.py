@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shared.kernels.small_batch_linear import linear, norm_gate_up, norm_linear
+from shared.kernels.small_batch_linear import (
+    ResidualStream,
+    linear,
+    linear_add,
+    norm_gate_up,
+    norm_linear,
+)
 from shared.layers.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -71,8 +77,8 @@ class ColumnParallelLinear(nn.Module):
     """Several projections of the same normed input in one matrix product; each is cut by output
     rows.
 
-    forward: x, residual [T, input_size] -> [T, sum of this rank's rows], the projections of
-    norm(x + residual) side by side, and x + residual.
+    forward: stream of [T, input_size] -> [T, sum of this rank's rows], the projections of its norm
+    side by side, and its sum.
     """
 
     def __init__(self, input_size: int, parts: list[Rows], dtype: torch.dtype) -> None:
@@ -88,29 +94,25 @@ class ColumnParallelLinear(nn.Module):
             for name, view, part in zip(names, views, self.parts, strict=True)
         }
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm_linear(x, residual, norm.weight, norm.eps, self.weight)
+    def forward(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm_linear(stream, norm.weight, norm.eps, self.weight)
 
 
 class GateUpLinear(ColumnParallelLinear):
     """Two projections of one size, gate and up, and the activation that joins them.
 
-    forward: x, residual [T, input_size] -> silu(gate) * up of norm(x + residual) [T, this rank's
-    rows of one], and x + residual.
+    forward: stream of [T, input_size] -> silu(gate) * up of its norm [T, this rank's rows of one],
+    and its sum.
     """
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm_gate_up(x, residual, norm.weight, norm.eps, self.weight)
+    def forward(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm_gate_up(stream, norm.weight, norm.eps, self.weight)
 
 
 class RowParallelLinear(nn.Module):
     """Cut by input columns; the ranks' partial products are summed.
 
-    forward: [T, input_size / size] -> [T, output_size].
+    forward: [T, input_size / size] and the residual [T, output_size] -> a stream of that size.
     """
 
     def __init__(
@@ -127,5 +129,7 @@ class RowParallelLinear(nn.Module):
         load = lambda source: self.weight.copy_(source[:, begin:end])  # noqa: E731
         return {name: WeightTarget(shape, load)}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(linear(x, self.weight))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> ResidualStream:
+        if self.tp.size == 1:
+            return linear_add(x, self.weight, residual)
+        return ResidualStream(self.tp.all_reduce(linear(x, self.weight)), residual)

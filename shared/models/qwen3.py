@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from shared.kernels.small_batch_linear import ResidualStream
 from shared.layers.attention import AttentionBackend, AttentionMetadata
 from shared.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from shared.layers.linear import (
@@ -59,15 +60,14 @@ class Qwen3Attention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        stream: ResidualStream,
         norm: RMSNorm,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        qkv, residual = self.qkv_proj(x, residual, norm)
+    ) -> ResidualStream:
+        qkv, residual = self.qkv_proj(stream, norm)
         k_cache, v_cache = kv_cache.unbind(0)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if self.backend.fuses(metadata):
@@ -79,7 +79,7 @@ class Qwen3Attention(nn.Module):
                 qkv, *norms, cos_sin, positions, metadata.slot_mapping, k_cache, v_cache
             )
             out = self.backend.forward(q, k_cache, v_cache, metadata, self.scale)
-        return self.o_proj(out.flatten(1)), residual
+        return self.o_proj(out.flatten(1), residual)
 
 
 class Qwen3MLP(nn.Module):
@@ -96,11 +96,9 @@ class Qwen3MLP(nn.Module):
             **self.down_proj.weight_targets(f"{prefix}.down_proj.weight"),
         }
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.gate_up_proj(x, residual, norm)
-        return self.down_proj(x), residual
+    def forward(self, stream: ResidualStream, norm: RMSNorm) -> ResidualStream:
+        x, residual = self.gate_up_proj(stream, norm)
+        return self.down_proj(x, residual)
 
 
 class Qwen3Block(nn.Module):
@@ -128,20 +126,19 @@ class Qwen3Block(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        stream: ResidualStream,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The residual travels beside x, and each half of the block takes the norm it starts with:
-        # adding, normalising and projecting are then one operation.
-        x, residual = self.self_attn(
-            x, residual, self.input_layernorm, positions, cos_sin, kv_cache, metadata
+    ) -> ResidualStream:
+        # Each half of the block takes the norm it starts with, and ends with a sum that may be left
+        # to the next half: projecting, adding and normalising are one operation or two, as it is
+        # best for so many rows.
+        stream = self.self_attn(
+            stream, self.input_layernorm, positions, cos_sin, kv_cache, metadata
         )
-        x, residual = self.mlp(x, residual, self.post_attention_layernorm)
-        return x, residual
+        return self.mlp(stream, self.post_attention_layernorm)
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -214,12 +211,10 @@ class Qwen3ForCausalLM(nn.Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """kv_cache [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
-        x: torch.Tensor = self.embed_tokens(input_ids)
-        residual: torch.Tensor | None = None
+        stream = ResidualStream(self.embed_tokens(input_ids))
         for layer, layer_cache in zip(self.layers, kv_cache, strict=True):
-            x, residual = layer(x, residual, positions, self.cos_sin, layer_cache, metadata)
-        assert residual is not None
-        return x + residual
+            stream = layer(stream, positions, self.cos_sin, layer_cache, metadata)
+        return stream.sum()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head.gather(self.compute_own_logits(hidden))

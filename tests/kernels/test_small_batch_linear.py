@@ -12,8 +12,11 @@ from shared.kernels import small_batch_linear
 from shared.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from shared.kernels.silu_and_mul import silu_and_mul_reference
 from shared.kernels.small_batch_linear import (
+    ResidualStream,
     few_rows_tile,
     linear,
+    linear_add,
+    linear_add_triton,
     linear_triton,
     norm_gate_up,
     norm_linear,
@@ -67,7 +70,7 @@ def test_norm_linear(
     weight = make_weight(place, 2 * outputs if gated else outputs, size)
     summed = x + residual
 
-    out, added = norm_linear_triton(x, residual, norm_weight, EPS, weight, gated)
+    out, added = norm_linear_triton(ResidualStream(x, residual), norm_weight, EPS, weight, gated)
 
     # The sum is rounded to the storage type before it is normalised.
     assert torch.equal(added, summed)
@@ -75,10 +78,42 @@ def test_norm_linear(
     place.assert_close(out, silu_and_mul_reference(exact) if gated else exact)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [2, 5, 16])
+@pytest.mark.parametrize("outputs, size", SHAPES)
+def test_one_product_adds_and_the_next_takes_its_squares(
+    place: Place, poison_empty: None, way: None, outputs: int, size: int, rows: int, gated: bool
+) -> None:
+    x, residual = place.randn(rows, size), place.randn(rows, outputs, scale=3.0)
+    weight = make_weight(place, outputs, size)
+    norm_weight = place.randn(outputs)
+    next_weight = make_weight(place, 2 * 70 if gated else 70, outputs)
+
+    stream = linear_add_triton(x, weight, residual)
+    assert stream.residual is None
+    exact = x.double().cpu() @ weight.double().cpu().T + residual.double().cpu()
+    place.assert_close(stream.x, exact)
+    assert stream.squares is not None
+    summed = stream.squares.sum(0)[:rows].cpu()
+    torch.testing.assert_close(summed, stream.x.float().cpu().square().sum(1))
+
+    out, added = norm_linear_triton(stream, norm_weight, EPS, next_weight, gated)
+    assert added is stream.x
+    exact = exact_norm(added, norm_weight) @ next_weight.double().cpu().T
+    place.assert_close(out, silu_and_mul_reference(exact) if gated else exact)
+
+
+def test_a_row_of_zeros_stays_one(place: Place, poison_empty: None) -> None:
+    weight, norm_weight = make_weight(place, 64, 64), place.randn(64)
+    stream = linear_add_triton(place.randn(3, 64) * 0, weight, place.randn(3, 64) * 0)
+    out, _ = norm_linear_triton(stream, norm_weight, EPS, weight)
+    assert not out.any()
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_without_a_residual_the_sum_is_x(place: Place, poison_empty: None, rows: int) -> None:
     x, norm_weight, weight = place.randn(rows, 64), place.randn(64), make_weight(place, 24, 64)
-    out, added = norm_linear_triton(x, None, norm_weight, EPS, weight)
+    out, added = norm_linear_triton(ResidualStream(x), norm_weight, EPS, weight)
     assert added is x
     place.assert_close(out, exact_norm(x, norm_weight) @ weight.double().cpu().T)
 
@@ -89,7 +124,7 @@ def test_large_residuals_and_zero_rows(place: Place, poison_empty: None, rows: i
     scale = 30.0 if place.dtype == torch.float16 else 3e4
     x, norm_weight, weight = place.randn(rows, 64, scale=scale), place.randn(64), place.randn(8, 64)
     x[-1] = 0.0
-    out, _ = norm_linear_triton(x, None, norm_weight, EPS, weight)
+    out, _ = norm_linear_triton(ResidualStream(x), norm_weight, EPS, weight)
     assert not out[-1].any()
     if rows > 1:
         place.assert_close(out, exact_norm(x, norm_weight) @ weight.double().cpu().T)
@@ -97,8 +132,11 @@ def test_large_residuals_and_zero_rows(place: Place, poison_empty: None, rows: i
 
 @pytest.mark.parametrize("rows", [0, 17])
 def test_refuses_other_row_counts(place: Place, rows: int) -> None:
+    x, weight = place.randn(rows, 16), place.randn(4, 16)
     with pytest.raises(ValueError, match=f"{rows} rows"):
-        linear_triton(place.randn(rows, 16), place.randn(4, 16))
+        linear_triton(x, weight)
+    with pytest.raises(ValueError, match="1 rows"):
+        linear_add_triton(place.randn(1, 16), weight, place.randn(1, 4))
 
 
 def test_tiles_cover_a_weight_whatever_its_shape() -> None:
@@ -119,15 +157,20 @@ def test_public_functions_take_the_separate_operations_on_cpu(rows: int) -> None
     weight = torch.randn(12, 32)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
     normed, summed = add_rms_norm_reference(x, residual, norm_weight, EPS)
-    out, added = norm_linear(x, residual, norm_weight, EPS, weight)
+    stream = ResidualStream(x, residual)
+    out, added = norm_linear(stream, norm_weight, EPS, weight)
     assert torch.equal(out, F.linear(normed, weight))
     assert torch.equal(added, summed)
-    out, added = norm_gate_up(x, residual, norm_weight, EPS, weight)
+    out, added = norm_gate_up(stream, norm_weight, EPS, weight)
     assert torch.equal(out, silu_and_mul_reference(F.linear(normed, weight)))
     assert torch.equal(added, summed)
-    out, added = norm_linear(x, None, norm_weight, EPS, weight)
+    out, added = norm_linear(ResidualStream(x), norm_weight, EPS, weight)
     assert torch.equal(out, F.linear(rms_norm_reference(x, norm_weight, EPS), weight))
     assert added is x
+    product, others, squares = linear_add(x, weight, torch.ones(rows, 12))
+    assert torch.equal(product, F.linear(x, weight))
+    assert torch.equal(others, torch.ones(rows, 12))
+    assert squares is None
 
 
 @pytest.mark.gpu
@@ -150,11 +193,11 @@ class TestOnGpu:
         wide = weight.double().cpu().T
         place.assert_close(linear(x, weight), x.double().cpu() @ wide)
         exact = exact_norm(summed, norm_weight) @ wide
-        both = x.clone(), residual.clone()
-        out, added = norm_linear(*both, norm_weight, EPS, weight)
+        both = ResidualStream(x.clone(), residual.clone())
+        out, added = norm_linear(both, norm_weight, EPS, weight)
         assert torch.equal(added, summed)
         place.assert_close(out, exact)
-        out, _ = norm_gate_up(x, residual, norm_weight, EPS, weight)
+        out, _ = norm_gate_up(ResidualStream(x, residual), norm_weight, EPS, weight)
         place.assert_close(out, silu_and_mul_reference(exact))
 
     @pytest.mark.parametrize("rows", [1, 6, 11])
@@ -174,13 +217,13 @@ class TestOnGpu:
             monkeypatch.setattr(small_batch_linear, "_SMALL_WEIGHT", small_weight)
 
         def chain(after_each: Callable[[], None]) -> torch.Tensor:
-            x, residual = first.clone(), torch.zeros_like(first)
+            stream = ResidualStream(first.clone(), torch.zeros_like(first))
             for gate_up, down in weights:
-                x, residual = norm_linear_triton(x, residual, norm_weight, EPS, gate_up, gated=True)
+                x, residual = norm_linear_triton(stream, norm_weight, EPS, gate_up, gated=True)
                 after_each()
-                x = linear_triton(x, down)
+                stream = linear_add(x, down, residual)
                 after_each()
-            return x + residual
+            return stream.sum()
 
         expected = chain(torch.cuda.synchronize)
         graph = torch.cuda.CUDAGraph()
