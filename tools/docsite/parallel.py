@@ -30,8 +30,9 @@ TEXTS = ("model", "engine", LOAD)  # columns
 
 def tables(stage: str, names: Sequence[str]) -> str:
     """Of every named workload a table for each model, of every named scenario one: a row for each
-    rate and size, and how many times the tokens per second of one GPU it reaches. Online rows carry the stage of the
-    engine that was served: all count whose engine and model several GPUs have served."""
+    rate and size, and how many times the tokens per second of one GPU it reaches. Online rows carry
+    the stage of the engine that was served: all count whose engine and model several GPUs have
+    served."""
     parts, missing = [], []
     for name in names:
         found = []
