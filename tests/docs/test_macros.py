@@ -242,21 +242,75 @@ def test_several_gpus_are_compared_with_one(stored: Path) -> None:
         for data, tensor, speed in ((2, 1, 190.0), (1, 1, 90.0), (1, 1, 100.0), (1, 2, 150.0))
     ]
     (stored / "sweep_parallel.json").write_text(json.dumps(rows))
-    online = [
-        {**online_row("x", 8.0, speed), "stage": "04_p", "config": {"data_parallel_size": data}}
-        for data, speed in ((1, 3.0), (2, 5.5))
-    ]
-    for row in online:
-        row["medians"]["tokens_per_second"] = 10 * row["medians"]["goodput.requests_per_second"]
-        row["spread"] = {name: (value, value) for name, value in row["medians"].items()}
-    (stored / "online.json").write_text(json.dumps(online))
+    (stored / "online.json").write_text(
+        json.dumps([served("04_p", 1, 30.0), served("04_p", 2, 55.0)])
+    )
     found = expand(text)
     assert "| 1 | 1 | 100 | 1.00 | - |" in found
     assert "| 1 | 2 | 150 | 1.50 | - |" in found
     assert "| 2 | 1 | 190 | 1.90 | - |" in found
-    assert "| 8 | 04_p | 2 | 1 | 55 | 5.50 | 1.83 | - |" in found
-    assert "DP 2, TP 1: 5.50 (1.83 times one)" in found
-    assert "| 8 | 04_p | 2 | 1 | 55 | 5.50 | 1.83 | - |" in expand("{{ served saturation,other }}")
+    assert "| 2 | 1 | 55 | 5.50 | 50 | 1.83 | below saturation | - |" in found
+    assert "model: m; engine: 04_p; offered, requests/s: 8." in found
+    assert "Most goodput" not in found
+
+
+def served(
+    engine: str,
+    size: int,
+    speed: float,
+    rate: float = 8.0,
+    share: float = 1.0,
+    clients: int | None = None,
+    requests: int = 0,
+) -> dict[str, Any]:
+    """With a limit on clients, the requests wait for one."""
+    row = online_row(engine, rate, speed / 10)
+    row["medians"] |= {"tokens_per_second": speed, "goodput.share": share, "requests": requests}
+    row["medians"] |= {"latencies.queue_ms.avg": 60.0, "latencies.ttft_ms.avg": 50.0}
+    return {
+        **row,
+        "stage": engine,
+        "sha256": f"{rate} {requests}",
+        "config": {"data_parallel_size": size},
+        "options": {"load": {"concurrency": clients}},
+        "spread": {name: (value, value) for name, value in row["medians"].items()},
+    }
+
+
+def test_a_gain_says_whether_one_gpu_is_saturated(stored: Path) -> None:
+    def write(*rows: dict[str, Any]) -> str:
+        (stored / "online.json").write_text(json.dumps(rows))
+        return expand("{{ parallel 04_p saturation }}")
+
+    found = write(
+        served("01_b", 1, 50.0, rate=2.0),
+        served("01_b", 1, 90.0, share=0.5),
+        served("01_b", 2, 120.0),
+        served("01_b", 2, 150.0, rate=9.0),
+        served("05_c", 1, 77.0),  # served by one GPU alone
+    )
+    assert "| 2 | 1 | 1 | 50 | 5.00 | 50 | 1.00 | below saturation | - |" in found
+    assert "| 8 | 2 | 1 | 120 | 12.00 | 50 | 1.33 | saturated | - |" in found
+    assert "| 9 | 2 | 1 | 150 | 15.00 | 50 | - | saturated | - |" in found  # one was at 8 already
+    assert "77" not in found
+    assert "DP 2, TP 1: 15.00 (1.67 times one)" in found  # at different rates
+
+    found = write(
+        served("05_c", 1, 50.0, clients=4, requests=12),
+        served("05_c", 1, 70.0, clients=4, requests=16),  # other requests
+        served("05_c", 2, 60.0, clients=4, requests=12),
+    )
+    assert "| 12 | 2 | 1 | 60 | 6.00 | 50 | 1.20 | below saturation, 4 clients busy | - |" in found
+
+
+def test_numbers_of_servers_are_found_by_size_and_rate(stored: Path) -> None:
+    rows = [served("05_c", 1, 50.0), served("05_c", 2, 60.0), served("05_c", 2, 70.0, rate=9.0)]
+    del rows[0]["config"]["data_parallel_size"]
+    (stored / "online.json").write_text(json.dumps(rows))
+    number = "{{ number online.json 05_c saturation tokens_per_second .0f"
+    assert expand(f"{number} data_parallel_size=1 }}}}") == "50"
+    assert expand(f"{number} data_parallel_size=2 rate_rps=8 }}}}") == "60"
+    assert expand(f"{number} data_parallel_size=2 rate_rps=9 }}}}") == "70"
 
 
 def profile(ranks: int, busy: float) -> dict[str, Any]:
@@ -311,22 +365,18 @@ def test_two_comparisons_of_one_work_stand_in_two_columns(stored: Path) -> None:
 
 
 def test_engines_behind_a_server_have_lines_of_their_own(stored: Path) -> None:
-    def served(engine: str, size: int, speed: float) -> dict[str, Any]:
-        row = online_row(engine, 8.0, speed / 10)
-        row["medians"]["tokens_per_second"] = speed
-        row["spread"] = {name: (value, value) for name, value in row["medians"].items()}
-        return {**row, "stage": engine, "config": {"data_parallel_size": size}}
+    def write(*rows: dict[str, Any]) -> tuple[str, str]:
+        (stored / "online.json").write_text(json.dumps(rows))
+        return expand("{{ served saturation }}"), expand("{{ parallel 04_p saturation }}")
 
-    text = "{{ served saturation }}"
-    rows = [served("01_b", 1, 50.0), served("01_b", 2, 80.0)]
-    (stored / "online.json").write_text(json.dumps(rows))
-    alone = expand(text)
-    assert "| offered, requests/s | engine | DP | TP |" in alone
-    assert "| 8 | 01_b | 2 | 1 | 80 | 8.00 | 1.60 | - |" in alone
-    assert "Most goodput" in alone
-    rows += [served("05_c", 1, 60.0), served("05_c", 2, 120.0)]
-    (stored / "online.json").write_text(json.dumps(rows))
-    both = expand(text)
-    assert "| 8 | 01_b | 2 | 1 | 80 | 8.00 | 1.60 | - |" in both  # times its own engine's one
-    assert "| 8 | 05_c | 2 | 1 | 120 | 12.00 | 2.00 | - |" in both
-    assert "Most goodput" not in both
+    of_01 = [served("01_b", 1, 50.0), served("01_b", 2, 80.0)]
+    alone, sizes = write(*of_01)
+    assert "| 50 | 5.00 | 50 | - |" in alone
+    assert "engine: 01_b" in alone
+    assert "| 80 |" not in alone  # of several GPUs: with the other macro
+    both, sizes = write(*of_01, served("05_c", 1, 60.0), served("05_c", 2, 120.0))
+    assert "| 01_b | 50 | 5.00 | 50 | - |" in both
+    assert "| 05_c | 60 | 6.00 | 50 | - |" in both
+    # Times its own engine's one.
+    assert "| 01_b | 2 | 1 | 80 | 8.00 | 50 | 1.60 | below saturation | - |" in sizes
+    assert "| 05_c | 2 | 1 | 120 | 12.00 | 50 | 2.00 | below saturation | - |" in sizes

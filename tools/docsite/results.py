@@ -258,19 +258,28 @@ def _ladder_metric(workload: str) -> str:
 
 
 def _find(name: str, stage: str, workload: str, wanted: dict[str, str]) -> Row:
-    """The newest matching row. Raises ValueError if there is none."""
+    """The newest matching row of a workload, or of an online scenario (`wanted` may have its
+    `rate_rps` too). Raises ValueError if there is none."""
     if name not in files():
         raise ValueError(f"bench/results/{name} is not there")
+    rows = [(row["workload"]["name"], row) for row in rows_of(name)]
+    rows += [(key[0], row) for key, group in online_rows(name) for row in group]
     found = [
         row
-        for row in rows_of(name)
-        if row["stage"] == stage
-        and row["workload"]["name"] == workload
-        and all(str(row["config"].get(k)) == v for k, v in wanted.items())
+        for work, row in rows
+        if row.get("stage") == stage
+        and work == workload
+        and all(str(_setting(row, k)) == v for k, v in wanted.items())
     ]
     if not found:
         raise ValueError(f"bench/results/{name} has no row of {stage} on {workload} with {wanted}")
     return found[-1]
+
+
+def _setting(row: Row, name: str) -> Any:
+    if name == "rate_rps":
+        return f"{row.get(name) or 0:g}"
+    return row["config"].get(name, DEFAULTS.get(name))
 
 
 def number(name: str, stage: str, workload: str, metric: str, form: str, **wanted: str) -> str:
