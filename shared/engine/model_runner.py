@@ -40,7 +40,6 @@ from shared.engine.slots import Limits
 from shared.engine.step_plan import StepPlan
 from shared.engine.transfer import HostCopies, HostCopy, upload
 from shared.kernels.gather_rows import gather_rows
-from shared.kernels.paged_decode_attention import ROWS_TO_WARM_UP
 from shared.kernels.step_inputs import resolve_step_inputs
 from shared.layers.attention import ATTENTION_BACKENDS, AttentionMetadata, AttentionShape
 from shared.layers.tensor_parallel import TensorParallel
@@ -285,7 +284,7 @@ class ModelRunner:
             self.model.compute_logits(
                 self._trunk_of_zeros([min(length, longest[0])], num_decode_rows=0)
             )
-        for rows in (1, 2, *ROWS_TO_WARM_UP, self.max_num_sequences):
+        for rows in (1, 2, *self.backend.rows_to_warm_up(), self.max_num_sequences):
             rows = min(rows, self.max_num_sequences)
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
         if self.max_num_sequences > 1 and most_tokens > 2:

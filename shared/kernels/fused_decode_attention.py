@@ -10,16 +10,16 @@ its softmax with it.
     attention     |..###|          . keys of earlier tokens on their way, waiting for q, k, v
             o          |..##|
 
-With many rows every program would repeat the norms while the GPU is busy with keys: the separate
-kernels are faster from about 16 rows on. H200, bf16, rows of 512 to 768 tokens, microseconds that
-these operations add to a layer's two projections, the separate kernels (overlapping too) and here:
+Its keys are registers, half as many as `paged_decode_attention` has on their way in shared memory:
+with more rows, and with longer ones, the separate kernels are faster. H200, bf16, microseconds of a
+layer in a decode step (bench.decode_profile), with the separate kernels (2 and 4 rows: before they
+had a tile for few rows) and here:
 
-                    1 row        2 rows       4 rows       8 rows
-    Qwen3-0.6B    6.9  4.5     5.8  3.5     7.8  5.6    10.4  9.0
-    Qwen3-8B      9.5  6.6     6.4  7.7     8.3  9.3    10.7 11.1
-
-(8B from 2 rows on was measured behind the library's projections, which do not let the next kernel
-start; by now those of small_batch_linear are there.)
+                             2 rows        4 rows        8 rows
+    Qwen3-0.6B,   567 tokens  29.1  28.7   32.9  31.1   34.3  32.6
+                3,055 tokens  36.3  35.0   41.5  42.4   54.0  59.0
+    Qwen3-8B,     567 tokens 143.2 139.4  144.7 142.6  145.8 146.9
+                3,055 tokens 148.7 147.0  154.0 154.7  163.5 171.5
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shared.kernels.paged_decode_attention import (
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write_reference
 
 # Batches of at most this many rows come here.
-FUSED_ROWS = 8
+FUSED_ROWS = 4
 # A program's two tiles of keys and values are registers: two programs fit on a multiprocessor.
 _PROGRAMS_PER_SM = 2
 

@@ -33,11 +33,8 @@ COMBINE_STEP = 8
 _MAX_SPLITS = 32
 # Lengths of a split that a program tries before it knows which keys are its own.
 LENGTHS_TRIED = 8
-# Programs per multiprocessor to aim for: four run at once.
+# Programs per multiprocessor to aim for, at most.
 _PROGRAMS_PER_SM = 4
-# Rows that meet every size in rows_block(), together with the most rows that there will be: whoever
-# has run these compiles nothing later.
-ROWS_TO_WARM_UP = (16, 33, 129, 513)
 # Pairs of row and KV head per multiprocessor from which on programs come in many waves: rows of
 # different lengths then even out by themselves, and a program may be larger.
 _MANY_PAIRS_PER_SM = 8
@@ -133,12 +130,19 @@ def rows_block(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
     return block
 
 
+def rows_to_warm_up(max_rows: int, num_kv_heads: int, head_dim: int, num_sms: int) -> list[int]:
+    """Numbers of rows that meet every compiled form of the kernel that up to max_rows rows can
+    meet. The largest of each: the fewest rows have a kernel of their own elsewhere."""
+    last = {}
+    for rows in range(1, max_rows + 1):
+        # Two-byte types: others have fewer forms.
+        tile = choose_tile(head_dim, 2, rows * num_kv_heads / num_sms)
+        last[rows_block(rows, num_kv_heads, num_sms), tile] = rows
+    return list(last.values())
+
+
 def choose_splits(
-    num_rows: int,
-    num_kv_heads: int,
-    max_length: int,
-    num_sms: int,
-    programs_per_sm: int = _PROGRAMS_PER_SM,
+    num_rows: int, num_kv_heads: int, max_length: int, num_sms: int, programs_per_sm: int
 ) -> tuple[int, int]:
     """(programs per row and KV head on average, fewest keys of a program), from sizes alone, so
     that a captured graph fits every batch."""
@@ -193,11 +197,13 @@ def paged_decode_attention(
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """block_n keys at a time, num_stages of them on their way."""
+    """block_n keys at a time, num_stages - 1 times as many on their way."""
 
     block_n: int
     num_warps: int
     num_stages: int
+    programs_per_sm: int
+    """To aim for."""
 
 
 @jit()
@@ -451,16 +457,23 @@ def _paged_decode_attention_kernel(
 
 
 def choose_tile(head_dim: int, element_size: int, pairs_per_sm: float) -> DecodeTile:
-    """Two stages: 32 KiB on their way per program, and four programs fit on a multiprocessor, so
-    that 64 rows of 8 KV heads all run at once (512 tokens each, H200: 45 us, with three stages
-    50). Three stages: more per program, better over many waves (256 rows of 800: 201 us, 208)."""
-    stages = 3 if pairs_per_sm > _MANY_PAIRS_PER_SM else 2
+    """Few pairs of row and KV head: two programs per multiprocessor with four stages. They leave
+    fewer results to combine, and 96 KiB each on their way. Microseconds that attention adds to a
+    layer of 8B (H200, in a decode step, 567 and 3,055 tokens a row), and with four programs of two
+    stages: 8 rows 13.5, 31.5 (14.5, 33.4), 16 rows 16.7, 53.8 (20.3, 57.8); 32 rows 32.0, 103.1
+    (27.2, 100.3).
+
+    More: four programs of two stages, so that 64 rows of 8 KV heads all run at once (512 tokens
+    each: 45 us, with three stages 50). Many: three stages are better over many waves (256 rows of
+    800: 201 us, 208)."""
     if element_size == 4:
         # Plain multiply-adds instead of matrix units: larger tiles spill registers.
-        return DecodeTile(16, 4 if head_dim <= 128 else 8, 2)
-    if head_dim <= 128:
-        return DecodeTile(64, 4, stages)
-    return DecodeTile(32, 4, stages)
+        return DecodeTile(16, 4 if head_dim <= 128 else 8, 2, _PROGRAMS_PER_SM)
+    if pairs_per_sm <= 1:
+        stages, programs = 4, 2
+    else:
+        stages, programs = 3 if pairs_per_sm > _MANY_PAIRS_PER_SM else 2, _PROGRAMS_PER_SM
+    return DecodeTile(64 if head_dim <= 128 else 32, 4, stages, programs)
 
 
 def paged_decode_attention_triton(
@@ -487,7 +500,9 @@ def paged_decode_attention_triton(
     pairs_per_sm = num_rows * num_kv_heads / workspace.num_sms
     tile = tile or choose_tile(head_dim, q.element_size(), pairs_per_sm)
     max_length = block_tables.shape[1] * page_size
-    splits, min_split = choose_splits(num_rows, num_kv_heads, max_length, workspace.num_sms)
+    splits, min_split = choose_splits(
+        num_rows, num_kv_heads, max_length, workspace.num_sms, tile.programs_per_sm
+    )
     group_block = next_power_of_2(group)
     overlap = overlaps(q)
     _paged_decode_attention_kernel[(num_kv_heads, num_rows * splits)](

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -13,6 +14,7 @@ from shared.kernels.paged_decode_attention import (
     DecodeWorkspace,
     paged_decode_attention,
     paged_decode_attention_reference,
+    rows_to_warm_up,
 )
 from shared.kernels.paged_prefill_attention import (
     paged_prefill_attention,
@@ -68,6 +70,10 @@ class AttentionBackend(Protocol):
     lengths of the rows, and reads them on the device."""
 
     def __init__(self, shape: AttentionShape) -> None: ...
+
+    def rows_to_warm_up(self) -> Sequence[int]:
+        """Numbers of decode rows that meet every compiled form of its kernels."""
+        return ()
 
     def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """What is the same for all layers of a step, done once."""
@@ -158,11 +164,16 @@ class TritonBackend(AttentionBackend):
     graphs: Literal["decodes", "all"] | None = "all"
 
     def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
         self.workspace = DecodeWorkspace.allocate(
             shape.max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device
         )
         on_gpu = shape.device.type == "cuda"
         self.beside = torch.cuda.Stream(shape.device) if on_gpu else None
+
+    def rows_to_warm_up(self) -> Sequence[int]:
+        s = self.shape
+        return rows_to_warm_up(s.max_rows, s.num_kv_heads, s.head_dim, self.workspace.num_sms)
 
     def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
         return metadata

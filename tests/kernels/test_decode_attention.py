@@ -199,7 +199,8 @@ def test_no_number_of_rows_meets_a_kernel_that_is_not_warmed_up() -> None:
                 return module.rows_block(rows, heads, sms), tile
 
             for most in (1, 16, 131, 140, 264, 512, 1024, 2000):
-                warm = {min(rows, most) for rows in (*module.ROWS_TO_WARM_UP, most)}
+                warm = module.rows_to_warm_up(most, num_kv_heads, 128, num_sms)
+                assert max(warm) == most
                 known = {variant(rows) for rows in warm}
                 assert known == {variant(rows) for rows in range(1, most + 1)}
 
@@ -208,12 +209,16 @@ def test_splits_fit_the_workspace_for_every_size() -> None:
     for num_sms in (1, 78, 132):
         for num_kv_heads in (1, 2, 3, 8):
             for rows in range(1, 600):
-                splits, _ = choose_splits(rows, num_kv_heads, 40960, num_sms)
                 device = torch.device("meta")
                 workspace = DecodeWorkspace.allocate(
                     rows, num_kv_heads, num_kv_heads, 64, device, num_sms
                 )
-                assert rows * num_kv_heads * splits <= workspace.partial_out.shape[0]
+                for size in (2, 4):
+                    tile = choose_tile(64, size, rows * num_kv_heads / num_sms)
+                    splits, _ = choose_splits(
+                        rows, num_kv_heads, 40960, num_sms, tile.programs_per_sm
+                    )
+                    assert rows * num_kv_heads * splits <= workspace.partial_out.shape[0]
 
 
 @settings(
