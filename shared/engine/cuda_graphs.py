@@ -15,7 +15,8 @@ import torch
 
 from shared.engine.batch import Batch
 
-# Steps of more tokens are bound by arithmetic: their launches hide behind it.
+# Steps of more tokens are bound by arithmetic, behind which their launches hide; those of a model of
+# 0.6B from twice as many on (bench/results/sweep_budget_h200.json).
 MAX_GRAPH_TOKENS = 2048
 
 _MIXED_TOKENS = (
