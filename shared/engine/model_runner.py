@@ -287,8 +287,8 @@ class ModelRunner:
         for rows in (1, 2, *self.backend.rows_to_warm_up(), self.max_num_sequences):
             rows = min(rows, self.max_num_sequences)
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
-        if self.max_num_sequences > 1 and most_tokens > 2:
-            self._trunk_of_zeros([1, 2], num_decode_rows=1)  # decodes beside chunks
+        if self.max_num_sequences > 1 and most_tokens > 1:  # decodes beside chunks
+            self._trunk_of_zeros([1, min(2, most_tokens - 1)], num_decode_rows=1)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()

@@ -16,10 +16,10 @@ layer in a decode step (bench.decode_profile), with the separate kernels (2 and 
 had a tile for few rows) and here:
 
                              2 rows        4 rows        8 rows
-    Qwen3-0.6B,   567 tokens  29.1  28.7   32.9  31.1   34.3  32.6
-                3,055 tokens  36.3  35.0   41.5  42.4   54.0  59.0
-    Qwen3-8B,     567 tokens 143.2 139.4  144.7 142.6  145.8 146.9
-                3,055 tokens 148.7 147.0  154.0 154.7  163.5 171.5
+    Qwen3-0.6B,   567 tokens  29.1  28.7   32.9  31.1   35.1  32.6
+                3,055 tokens  36.3  35.0   41.5  42.4   53.6  59.0
+    Qwen3-8B,     567 tokens 143.2 139.4  144.7 142.6  146.3 146.9
+                3,055 tokens 148.7 147.0  154.0 154.7  164.1 171.5
 """
 
 from __future__ import annotations

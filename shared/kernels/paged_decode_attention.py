@@ -457,11 +457,12 @@ def _paged_decode_attention_kernel(
 
 
 def choose_tile(head_dim: int, element_size: int, pairs_per_sm: float) -> DecodeTile:
-    """Few pairs of row and KV head: two programs per multiprocessor with four stages. They leave
-    fewer results to combine, and 96 KiB each on their way. Microseconds that attention adds to a
-    layer of 8B (H200, in a decode step, 567 and 3,055 tokens a row), and with four programs of two
-    stages: 8 rows 13.5, 31.5 (14.5, 33.4), 16 rows 16.7, 53.8 (20.3, 57.8); 32 rows 32.0, 103.1
-    (27.2, 100.3).
+    """Few pairs of row and KV head: three programs per multiprocessor with three stages. They leave
+    fewer results to combine, and have 64 KiB each on their way. Microseconds that attention adds to
+    a layer of 8B (H200, in a decode step, 567 and 3,055 tokens a row), and with four programs of
+    two stages: 8 rows 13.8, 31.7 (14.5, 33.4), 16 rows 16.7, 53.3 (20.3, 57.8); 32 rows 32.2, 113.7
+    (27.2, 100.3). Two programs of four stages are as fast, but do not fit the 99 KiB of shared
+    memory that smaller GPUs have.
 
     More: four programs of two stages, so that 64 rows of 8 KV heads all run at once (512 tokens
     each: 45 us, with three stages 50). Many: three stages are better over many waves (256 rows of
@@ -470,7 +471,7 @@ def choose_tile(head_dim: int, element_size: int, pairs_per_sm: float) -> Decode
         # Plain multiply-adds instead of matrix units: larger tiles spill registers.
         return DecodeTile(16, 4 if head_dim <= 128 else 8, 2, _PROGRAMS_PER_SM)
     if pairs_per_sm <= 1:
-        stages, programs = 4, 2
+        stages, programs = 3, 3
     else:
         stages, programs = 3 if pairs_per_sm > _MANY_PAIRS_PER_SM else 2, _PROGRAMS_PER_SM
     return DecodeTile(64 if head_dim <= 128 else 32, 4, stages, programs)

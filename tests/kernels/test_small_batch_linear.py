@@ -25,8 +25,8 @@ from shared.kernels.small_batch_linear import (
 from tests.kernels.place import Place
 
 # (outputs, K): whole tiles, neither a whole number of tiles, less than a tile, K that no vector
-# load divides, many shares of K.
-SHAPES = [(64, 1024), (37, 1160), (13, 40), (16, 77), (77, 1536)]
+# load divides, many shares of K, a number of tiles that is no power of two.
+SHAPES = [(64, 1024), (37, 1160), (13, 40), (16, 77), (77, 1536), (140, 256)]
 ROWS = [1, 5, 16]
 EPS = 1e-6
 
