@@ -15,7 +15,7 @@ import torch
 
 from shared.engine.batch import Batch
 
-# Steps of more tokens are bound by arithmetic, behind which their launches hide; those of a model of
+# Steps of more tokens are bound by arithmetic, behind which their launches hide: with a model of
 # 0.6B from twice as many on (bench/results/sweep_budget_h200.json).
 MAX_GRAPH_TOKENS = 2048
 

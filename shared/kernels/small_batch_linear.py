@@ -11,10 +11,10 @@ first bytes, and a norm or activation that does almost nothing and pays the same
     linear          x -> x @ weight^T
 
 one kernel each, for 2 to 16 rows in bfloat16 and on one rank: with float16, and where ranks must
-add up first, rms_norm's kernel stays between them. A norm is a factor per row, known when all of the row's squares are summed up, and
-it can as well multiply the product. One row's squares every program sums up itself. With more rows
-that would be too much to read: there the product before adds the residual, since it has the sum in
-registers, and leaves the sum of squares of each of its tiles.
+add up first, rms_norm's kernel stays between them. A norm is a factor per row, known when all of
+the row's squares are summed up, and it can as well multiply the product. One row's squares every
+program sums up itself. With more rows that would be too much to read: there the product before adds
+the residual, since it has the sum in registers, and leaves the sum of squares of each of its tiles.
 
 Consecutive kernels overlap: a kernel starts while the one before it still runs, requests its first
 weights, which depend on nothing, and only then waits for its input (programmatic dependent launch,
