@@ -24,19 +24,19 @@ Hopper and later).
               o    |..##|            . weights on their way, waiting for the input
         gate_up       |..######|     # input there
 
-One layer's four products with their norms and activation, microseconds on an H200, bf16, weights
+One layer's four products with their norms, activation and sums, microseconds on an H200, bf16, weights
 never in the cache; floor: the weights' bytes at the bandwidth of a copy
 (bench/results/small_batch_h200.json; python -m bench.small_batch measures it again):
 
                        Qwen3-0.6B                    Qwen3-8B
               floor   library   here        floor   library   here
-     1 row      7.4      33.2   12.5         90.8     112.5   99.1
-     2 rows              30.4   18.3                  112.8  101.8
-     4 rows              28.3   18.7                  114.5  101.3
-     8 rows              26.4   19.3                  119.2  103.7
-    16 rows              27.2   21.7                  113.9  105.3
+     1 row      7.4      32.7   12.4         90.9     108.3   96.3
+     2 rows              30.1   17.8                  109.8   97.8
+     4 rows              28.8   18.1                  109.3   97.6
+     8 rows              26.2   18.6                  115.0   98.5
+    16 rows              27.1   22.9                  110.3  104.1
 
-Every product is faster here, the LM head too, or as fast (o of 8B, 16 rows: 13.0 against 12.8). So
+Every product is faster here, the LM head too, or as fast (o of 8B, 16 rows, with the sum: 13.1 against 12.8). So
 up to 16 rows of 16-bit types come here, and one row of any type; everything else goes to the
 library's product and the separate kernels.
 

@@ -303,6 +303,21 @@ def test_a_gain_says_whether_one_gpu_is_saturated(stored: Path) -> None:
     assert "| 12 | 2 | 1 | 60 | 6.00 | 50 | 1.20 | below saturation, 4 clients busy | - |" in found
 
 
+def test_what_serving_costs_is_a_share_of_the_steps(stored: Path) -> None:
+    counts = [{"step_seconds": 10.0, "serving_seconds": part} for part in (0.1, 0.3, 0.2)]
+    row = {**served("05_c", 1, 50.0), "runs": [{"server": count} for count in counts]}
+    others = {**served("05_c", 1, 60.0, rate=9.0), "runs": [{"server": {}}, {}]}
+    (stored / "online.json").write_text(json.dumps([row, others]))
+    number = "{{ number online.json 05_c saturation serving_percent .1f rate_rps=%s }}"
+    assert expand(number % 8) == "2.0"
+    with pytest.raises(ValueError, match="no serving_percent"):
+        expand(number % 9)
+    table = expand("{{ served saturation }}")
+    assert "| serving, % of steps |" in table
+    assert "| 2.0 | - |" in table
+    assert "| - | - |" in table
+
+
 def test_numbers_of_servers_are_found_by_size_and_rate(stored: Path) -> None:
     rows = [served("05_c", 1, 50.0), served("05_c", 2, 60.0), served("05_c", 2, 70.0, rate=9.0)]
     del rows[0]["config"]["data_parallel_size"]

@@ -22,6 +22,7 @@ ONLINE = {
     "latencies.ttft_ms.avg": ("TTFT avg ms", ",.0f"),
     "latencies.ttft_ms.p90": ("TTFT p90 ms", ",.0f"),
     "latencies.tpot_ms.avg": ("TPOT avg ms", ",.2f"),
+    "latencies.tpot_ms.p90": ("TPOT p90 ms", ",.2f"),
     "latencies.latency_scheduled_ms.avg": ("latency avg ms", ",.0f"),
     "latencies.latency_scheduled_ms.p90": ("latency p90 ms", ",.0f"),
 }
@@ -139,6 +140,8 @@ def _table(rows: Sequence[Row], metrics: dict[str, tuple[str, str]], source: str
         columns["times one"] = [_times_one(row, newest.get((_plan(row), ONE))) for row in shown]
         if any(row.get("rate_rps") for row in shown):
             columns[LOAD] = [_load_for_one(row, newest) for row in shown]
+    elif any(serving := [results.serving_percent(row) for row in shown]):
+        columns["serving, % of steps"] = [f"{share:.1f}" if share else "-" for share in serving]
     columns["GPU use %"] = [
         ", ".join(f"{use['utilization_percent']:.0f}" for use in row.get("gpu_use", [])) or "-"
         for row in shown

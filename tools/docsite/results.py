@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -86,7 +87,7 @@ def online_rows(name: str) -> list[tuple[tuple[str, ...], list[Row]]]:
     for row in content if isinstance(content, list) else []:
         if isinstance(row, dict) and {"label", "rate_rps", "medians", "hardware"} <= row.keys():
             lengths = json.dumps(row.get("options", {}).get("work"), sort_keys=True)
-            key = (str(row.get("scenario") or "own flags"), str(row.get("model")), place(row))
+            key = (str(row.get("scenario") or "own_flags"), str(row.get("model")), place(row))
             groups.setdefault((*key, lengths), []).append(row)
     return [(key[:3], rows) for key, rows in groups.items()]
 
@@ -286,9 +287,22 @@ def number(name: str, stage: str, workload: str, metric: str, form: str, **wante
     row = _find(name, stage, workload, wanted)
     if metric == "percent_of_floor":
         return format(row[metric], form)
+    if metric == "serving_percent" and (share := serving_percent(row)) is not None:
+        return format(share, form)
     if metric not in row["medians"]:
         raise ValueError(f"bench/results/{name}: no {metric} for {stage} on {workload}")
     return format(row["medians"][metric], form)
+
+
+def serving_percent(row: Row) -> float | None:
+    """Of a served engine's time in steps, what it spent between them; None where nobody counted."""
+    counts = [run.get("server") or {} for run in row.get("runs", ())]
+    shares = [
+        100 * count["serving_seconds"] / count["step_seconds"]
+        for count in counts
+        if count.get("step_seconds")
+    ]
+    return statistics.median(shares) if shares else None
 
 
 def ratio(
