@@ -24,8 +24,8 @@ Hopper and later).
               o    |..##|            . weights on their way, waiting for the input
         gate_up       |..######|     # input there
 
-One layer's four products with their norms, activation and sums, microseconds on an H200, bf16, weights
-never in the cache; floor: the weights' bytes at the bandwidth of a copy
+One layer's four products with their norms, activation and sums, microseconds on an H200, bf16,
+weights never in the cache; floor: the weights' bytes at the bandwidth of a copy
 (bench/results/small_batch_h200.json; python -m bench.small_batch measures it again):
 
                        Qwen3-0.6B                    Qwen3-8B
@@ -36,9 +36,9 @@ never in the cache; floor: the weights' bytes at the bandwidth of a copy
      8 rows              26.2   18.6                  115.0   98.5
     16 rows              27.1   22.9                  110.3  104.1
 
-Every product is faster here, the LM head too, or as fast (o of 8B, 16 rows, with the sum: 13.1 against 12.8). So
-up to 16 rows of 16-bit types come here, and one row of any type; everything else goes to the
-library's product and the separate kernels.
+Every product is faster here, the LM head too, or as fast (o of 8B, 16 rows, with the sum: 13.1
+against 12.8). So up to 16 rows of 16-bit types come here, and one row of any type; everything else
+goes to the library's product and the separate kernels.
 
 What decided the kernel for several rows (8 rows unless said):
 - Programs of 16 outputs read as many bytes of x as of the weight. With 64 outputs x is an eighth.
