@@ -326,8 +326,8 @@ def _few_rows_kernel(
                 mask &= (start + k < K)[:, None]
             if NORM:
                 next_norm = tl.load(norm_weight_ptr + start + k, mask=start + k < K, other=0.0)
-                # Not as soon as x is there: it would become part of what the pipeliner starts early,
-                # and the wait with it.
+                # Not as soon as x is there: it would become a part of what the pipeliner starts
+                # early, and the wait with it.
                 x = (x.to(tl.float32) * norm.to(tl.float32)[:, None]).to(dtype)
                 norm = next_norm
             if OVERLAP:
