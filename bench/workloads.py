@@ -216,7 +216,7 @@ _GAPS: dict[WorkloadName, dict[Scale, _Gaps]] = {
         "full_large": _Gaps(1.0, 30.0, 32, 512, 4096, 16),
     },
     # Prompts come often enough for one gap in a hundred to be one of theirs: a fast GPU makes more
-    # than two hundred steps between two prompts of `decode_gap`.
+    # than a hundred steps between two prompts of `decode_gap`.
     "decode_gap_busy": {
         "cpu": _Gaps(0.5, 8.0, 4, 64, 1024, 8),
         "full": _Gaps(0.08, 10.0, 32, 512, 4096, 16),

@@ -265,6 +265,8 @@ def test_half_computed_prompts_that_hold_all_blocks(
     assert [step.preempted for step in taken[:3]] == [[], [], ["c"]]
     assert "b" in [name for step in taken for name in step.preempted]
     assert "a" not in [name for step in taken for name in step.preempted]
+    for step in taken:  # whoever gave its blocks back is not let in again at once
+        assert not set(step.preempted) & {name for name, _, _ in step.chunks}
     for i, name in enumerate("abc"):
         assert tokens[name] == expected_output(distinct(i, 10), 2, VOCABULARY)
 

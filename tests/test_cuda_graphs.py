@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import steps
-from shared import SamplingParams
+from shared import EngineConfig, SamplingParams
+from shared.engine import model_runner
 from shared.engine.batch import Batch, SampleRows
 from shared.engine.cuda_graphs import CHUNK_ROWS, GraphedFunction, StepShape, StepShapes
 from shared.engine.model_runner import ModelRunner
@@ -153,6 +154,25 @@ class ThreadRank(TensorParallel):
 
     def smallest(self, number: int, device: torch.device) -> int:
         return min(self.exchange(self.rank, number))
+
+
+def test_the_pool_is_the_one_that_every_rank_has_room_for(
+    references: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, room = Exchange(2), queue.SimpleQueue[int]()
+    config = EngineConfig(model=str(references("base").directory), device="cpu")
+    files = ModelFiles.find(config.model, "auto")
+    for blocks in (70, 50):
+        room.put(blocks)
+    monkeypatch.setattr(model_runner, "fitting_blocks", lambda *_, **__: room.get())
+
+    def num_blocks(rank: int) -> tuple[int, int]:
+        tp = ThreadRank(rank, 2, exchange=exchange)
+        runner = ModelRunner(config, files.config, files.weights, True, tp)
+        return runner.limits.num_blocks, runner.kv_cache.shape[2]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(num_blocks, range(2))) == [(50, 50)] * 2
 
 
 def test_all_ranks_replay_the_same(references: Any) -> None:

@@ -152,9 +152,10 @@ def _table(rows: Sequence[Row], metrics: dict[str, tuple[str, str]], source: str
     ]
     lines += ["| " + " | ".join(cells) + " |" for cells in zip(*columns.values(), strict=True)]
     what = [f"{name}: {cell}" for name, cell in shared.items() if cell not in ("", "0")]
+    places = dict.fromkeys(results.place(row) for row in shown)
     commits = ", ".join(dict.fromkeys(results.commit(row) for row in shown))
     note = (
-        f"<small>{'; '.join([results.place(rows[-1]), *what])}. Median (smallest-largest) of the "
+        f"<small>{'; '.join([*places, *what])}. Median (smallest-largest) of the "
         f"runs.{_best_goodput(shown)} `bench/results/{source}`, commit {commits}.</small>"
     )
     return "\n".join([*lines, "", note])
