@@ -313,6 +313,13 @@ def test_direct_mode_has_the_engines_flags() -> None:
         parse(["--engine", "00_baseline"])  # a server has its own
 
 
+def test_a_scenario_limits_the_length_that_the_engine_sees() -> None:
+    args = ["--mode", "direct", "--scenario", "realistic-decode"]
+    assert parse(args)[1].max_model_length == 8192
+    assert parse([*args, "--max-model-len", "7000"])[1].max_model_length == 7000
+    assert parse(["--mode", "direct", "--scenario", "saturation"])[1].max_model_length is None
+
+
 # --- streams --------------------------------------------------------------------------------------
 
 

@@ -144,7 +144,6 @@ def test_feed_tells_what_the_engine_did(stage: str) -> None:
         assert name == f"{answer['id']}-0"
         assert {request for bar in viewer.bars for request, _ in bar[5]} == {int(number)}
         latency = viewer.updates[-1]["latency"]
-        assert latency["count"] == 1
         assert latency["ttft"][0] == pytest.approx(answer["metrics"]["ttft"] * 1e3, abs=0.01)
         assert latency["tpot"][1] == pytest.approx(answer["metrics"]["tpot"] * 1e3, abs=0.01)
         cells = expand(viewer.updates[-1]["cells"]["owners"])
@@ -172,7 +171,7 @@ def test_no_work_without_viewers() -> None:
         complete(server, prompt_of(20, 2), 20)
         again = Viewer(server)  # starts afresh
         assert again.bars == []
-        assert again.updates[0]["latency"]["count"] == 0
+        assert again.updates[0]["latency"] == {"ttft": None, "tpot": None}
         again.leave()
 
 

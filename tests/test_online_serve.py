@@ -162,6 +162,7 @@ def test_a_dead_engine_is_told_at_once() -> None:
         assert response.json()["error"]["code"] == "engine_dead"
         server.process.terminate()
         server.wait()
+        assert "killed by SIGKILL" in server.log
 
 
 def test_a_dead_server_leaves_no_engine() -> None:

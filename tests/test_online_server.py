@@ -517,6 +517,26 @@ def test_tokenize_and_back(http: httpx.Client, llm: Any) -> None:
         assert refusal(http.post(path, json=body), 400)["param"] == param
 
 
+def test_probes_may_ask_for_the_head_alone(http: httpx.Client) -> None:
+    for path in ("/health", "/ready"):
+        assert http.head(path).status_code == http.get(path).status_code == 200
+
+
+def test_a_first_token_is_counted_when_it_comes(http: httpx.Client, server: ServerThread) -> None:
+    def counts() -> list[float]:
+        text = http.get("/metrics").text
+        names = ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
+        return [float(re.findall(rf"^vllm:{name}.* (.*)$", text, re.M)[0]) for name in names]
+
+    before = counts()
+    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        assert counts() == [before[0] + 1, before[1]]
+    server.wait_idle()
+    assert counts() == [before[0] + 1, before[1]]
+
+
 def test_metrics_have_vllms_names_and_count(http: httpx.Client, server: ServerThread) -> None:
     def value(name: str) -> float:
         for line in http.get("/metrics").text.splitlines():
@@ -844,7 +864,16 @@ def test_a_port_in_use_is_named() -> None:
             assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def listen(port: int) -> None:
+def test_a_host_that_nobody_knows_is_not_the_ports_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: Any, **options: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(OSError, match=r"cannot listen on nowhere:8000: Name.*Try another --host"):
+        listen(8000, "nowhere")
+
+
+def listen(port: int, host: str = "127.0.0.1") -> None:
     from tests.online_server import server as module
 
-    module.listen("127.0.0.1", port)
+    module.listen(host, port)

@@ -13,7 +13,7 @@ import msgspec
 
 from bench.online.driver import LocalClient
 from bench.online.observe import Observation, failure_text, length_failure, timeout_text
-from bench.online.options import Options
+from bench.online.options import MODEL_LENGTHS, Options
 from bench.online.plan import Job
 from bench.online.sender import ServerInfo
 from shared import SamplingParams
@@ -43,6 +43,7 @@ def engine_flags() -> type[Any]:
 def engine_config(options: Options, flags: Any) -> Any:
     """Raises ValueError for options that the engine refuses."""
     values = {"model": options.target.model, "seed": options.work.seed, **given(flags)}
+    values.setdefault("max_model_length", MODEL_LENGTHS.get(options.scenario))
     return load(STAGE).Config(**{name: v for name, v in values.items() if v is not None})
 
 

@@ -271,6 +271,13 @@ _PRESETS: dict[ScenarioName, Options] = {
     ),
 }
 
+# What the longest request of a scenario fits into; of the engine in direct mode, unless it is told
+# another. A server has its own flag for it.
+MODEL_LENGTHS: dict[ScenarioName | None, int] = {
+    "realistic-decode": 8192,
+    "realistic-decode-high": 8192,
+}
+
 
 def preset(scenario: ScenarioName | None) -> Options:
     return Options() if scenario is None else _PRESETS[scenario]

@@ -191,12 +191,19 @@ class Api:
         task, format = await self._outside_loop(request, lambda: prepare(body, self._model))
         request_id = f"{prefix}-{uuid.uuid4().hex}"
         head = {"id": request_id, "created": int(time.time()), "model": self.options.model_name}
-        generation = Generation(self.engine, request_id, task, arrival, on_end=self._observe)
+        generation = Generation(
+            self.engine, request_id, task, arrival, self._observe_first, self._observe
+        )
         if not body.stream:
             return await answers.body(generation, format, head)
         options = body.stream_options or StreamOptions()
         events = answers.events(generation, format, head, options)
         return EventStream(await anext(events), events)
+
+    def _observe_first(self, ttft: float) -> None:
+        self.metrics.observe_first(ttft)
+        for live in self.lives:
+            live.observe_first(ttft)
 
     def _observe(self, generation: Generation) -> None:
         self.metrics.observe(generation)
@@ -412,8 +419,9 @@ def _routes(api: Api) -> APIRouter:
 def _open_routes(api: Api) -> APIRouter:
     """What probes and scrapers ask, which bring no key; nothing of any request is in it."""
     router = APIRouter(responses={"5XX": ERRORS["5XX"]})
-    router.add_api_route("/health", api.health)
-    router.add_api_route("/ready", api.ready)
+    for path, answer in (("/health", api.health), ("/ready", api.ready)):
+        router.add_api_route(path, answer)
+        router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
     router.add_api_route("/version", api.version)
     router.add_api_route("/", page, include_in_schema=False)
     text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}

@@ -347,6 +347,8 @@ class EngineClient:
     def _has_ended(self, how: str | None) -> None:
         """`how`: in words; None if it was told to."""
         self.error = self._reason(how)
+        if how is not None and self.info is not None and not (self._last_words or self._hang):
+            logger.error("%s", self.error)  # it could not say so itself
         self.cut_short = tuple(self._expected)
         self._expected.clear()
         self.outstanding_tokens = 0

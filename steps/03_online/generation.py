@@ -64,9 +64,12 @@ class Generation:
         request_id: str,
         task: Task,
         arrival: float,
+        on_first: Callable[[float], None],
         on_end: Callable[[Generation], None],
     ) -> None:
-        """`arrival`: time.perf_counter() when the HTTP request was there."""
+        """`arrival`: time.perf_counter() when the HTTP request was there. `on_first` is told how
+        many seconds later the first token of any choice came."""
+        self._on_first = on_first
         self._on_end = on_end
         self.engine = engine
         self.request_id = request_id
@@ -127,6 +130,8 @@ class Generation:
             if is_first and output.index == 0:
                 self.num_cached_tokens += output.num_cached_tokens
             if is_first and output.new_token_ids:
+                if all(other.first_time is None for other in self.choices):
+                    self._on_first(now - self.arrival)
                 choice.first_time = now
             choice.last_time = now
             if delta.must_abort:

@@ -91,11 +91,12 @@ class Cells(msgspec.Struct):
 
 
 class Latency(msgspec.Struct):
-    """Of requests that have ended, milliseconds: (median, 90th percentile); None: of none yet."""
+    """Of the newest requests, milliseconds: (median, 90th percentile); None: of none yet."""
 
-    count: int
     ttft: tuple[float, float] | None
+    """Of those whose first token has come."""
     tpot: tuple[float, float] | None
+    """Of those that have ended."""
 
 
 class Update(msgspec.Struct, tag="update", tag_field="kind"):
@@ -204,13 +205,17 @@ class Scene:
         self._names: dict[int, str] = {}
         self._steps: deque[Bar] = deque(maxlen=MAX_STEPS)
         self._end = 0.0  # of the last step, as its bar shows it
-        self._times: deque[tuple[float, float | None]] = deque(maxlen=MAX_LATENCIES)
+        self._ttfts: deque[float] = deque(maxlen=MAX_LATENCIES)
+        self._tpots: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._shown: EngineStats | None = None
         self._has_news = True
 
-    def observe(self, ttft: float, tpot: float | None) -> None:
-        """Of a request that has ended; seconds."""
-        self._times.append((ttft, tpot))
+    def observe_ttft(self, seconds: float) -> None:
+        self._ttfts.append(seconds)
+        self._has_news = True
+
+    def observe_tpot(self, seconds: float) -> None:
+        self._tpots.append(seconds)
         self._has_news = True
 
     def take(self, records: list[StepRecord]) -> None:
@@ -286,14 +291,12 @@ class Scene:
         return number
 
     def _latency(self) -> Latency:
-        ttft = [ttft for ttft, _ in self._times]
-        tpot = [tpot for _, tpot in self._times if tpot is not None]
-        return Latency(len(ttft), _percentiles(ttft), _percentiles(tpot))
+        return Latency(_percentiles(self._ttfts), _percentiles(self._tpots))
 
 
 class Live:
-    """The feed of one of a server's engines. `observe` every request that ends on any of them;
-    `feed` is the route."""
+    """The feed of one of a server's engines. `observe_first` and `observe` every request that
+    begins and ends on any of them; `feed` is the route."""
 
     def __init__(self, number: int, replicas: Sequence[Replica], model_name: str) -> None:
         self._number = number
@@ -313,12 +316,15 @@ class Live:
     def is_running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def observe(self, generation: Generation) -> None:
+    def observe_first(self, ttft: float) -> None:
         if self._scene is not None:
-            times = generation.times()
-            if times["ttft"] is not None:
-                is_whole = not generation.num_unfinished
-                self._scene.observe(times["ttft"], times["tpot"] if is_whole else None)
+            self._scene.observe_ttft(ttft)
+
+    def observe(self, generation: Generation) -> None:
+        if self._scene is not None and not generation.num_unfinished:
+            tpot = generation.times()["tpot"]
+            if tpot is not None:
+                self._scene.observe_tpot(tpot)
 
     async def feed(self) -> Response:
         """Server-sent events: Hello, then Updates, until the engine ends."""
@@ -466,12 +472,12 @@ def _request_of(sequence: str) -> str:
     return sequence.partition("#")[0]
 
 
-def _percentiles(seconds: list[float]) -> tuple[float, float] | None:
+def _percentiles(seconds: Iterable[float]) -> tuple[float, float] | None:
     """Median and 90th percentile, in ms."""
-    if not seconds:
+    values = list(seconds)
+    if not values:
         return None
-    ordered = sorted(seconds)
-    median, high = (ordered[int(share * (len(ordered) - 1) + 0.5)] for share in (0.5, 0.9))
+    median, high = np.percentile(values, (50, 90)).tolist()
     return round(median * 1e3, 3), round(high * 1e3, 3)
 
 

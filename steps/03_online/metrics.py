@@ -82,14 +82,16 @@ class ServerMetrics:
         for reason in ("stop", "length", "abort"):
             self._success.labels(model_name, reason)
 
+    def observe_first(self, ttft: float) -> None:
+        """A request's first token has come; seconds. Whatever follows may take minutes."""
+        self._ttft.observe(ttft)
+
     def observe(self, generation: Generation) -> None:
         """Count a request that has ended, however it did."""
         for choice in generation.choices:
             reason = choice.processor.finish_reason or "abort"
             self._success.labels(self._model_name, reason).inc()
         times = generation.times()
-        if times["ttft"] is not None:
-            self._ttft.observe(times["ttft"])
         if generation.num_unfinished:
             return  # what was cut short says nothing about how long requests take
         if times["tpot"] is not None:

@@ -42,7 +42,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OSError(f"cannot listen on {host}:{port}: {reason}. Try another --port") from error
+        flag = "--host" if isinstance(error, socket.gaierror) else "--port"
+        raise OSError(f"cannot listen on {host}:{port}: {reason}. Try another {flag}") from error
 
 
 def allow_open_files(limits: ConnectionLimits) -> None:
