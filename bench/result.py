@@ -266,6 +266,17 @@ def append_results(path: Path, rows: Sequence[Result]) -> None:
     write_json(path, [*(read_results(path) if path.exists() else []), *rows])
 
 
+def prepare_output(path: Path) -> None:
+    """Makes the directory of a file that is written after the work. Raises ValueError if it could
+    not be written: to be known before the work."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):
+            pass  # as `write_json` does
+    except OSError as error:
+        raise ValueError(f"--output: {path} cannot be written: {error}") from error
+
+
 def write_json(path: Path, content: msgspec.Struct | Sequence[msgspec.Struct]) -> None:
     """Rows, or a report. Replaces the file whole, so that nobody ever finds half of it."""
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)

@@ -25,6 +25,7 @@ from bench.result import (
     best_floor,
     common_config,
     percent_of_floor,
+    prepare_output,
     read_results,
     summarise,
 )
@@ -242,6 +243,7 @@ def run_comparison(
 ) -> int:
     """Runs, prints, writes. A contender that loses or fails keeps its row. Exit status: 1 if
     something failed."""
+    prepare_output(options.output / "runs.json")
     processes = Processes(workloads, options, count=len(contenders) * options.rounds)
     processes.announce()
     try:

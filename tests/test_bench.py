@@ -1180,6 +1180,17 @@ def test_a_sweep_runs_its_points_in_alternating_order(
         sweep.SweepOptions(name="regimes", values=(1,))
 
 
+def test_a_directory_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "compare", lambda *args: pytest.fail("this is the work"))
+    (tmp_path / "file").touch()
+    flags = ["--output", str(tmp_path / "file" / "out"), "--device", "cpu"]
+    for main in (lambda: compare.main(flags), lambda: sweep.main(["budget", *flags])):
+        with pytest.raises(ValueError, match=r"--output: .* cannot be written"):
+            main()
+
+
 @pytest.mark.slow
 def test_a_sweep_measures_the_bundled_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.sweep", "mixed-batch", "--workload", "batch1"]

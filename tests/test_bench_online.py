@@ -10,6 +10,8 @@ import itertools
 import multiprocessing
 import re
 import selectors
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -877,6 +879,51 @@ def test_an_output_file_of_something_else_is_refused_before_the_work(tmp_path: P
         cli._main(["--output", str(path)])
 
 
+def test_an_output_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--output: .*x\.json cannot be written"):
+        cli._main(["--output", str(tmp_path / "file" / "x.json")])
+
+
+def test_the_output_files_directory_is_made_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "new" / "too"
+
+    async def run(options: Options, config: Any) -> list[OnlineResult]:
+        assert list(directory.iterdir()) == []
+        return []
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli._main(["--output", str(directory / "x.json")]) == 0
+
+
+def test_a_row_that_cannot_be_written_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, rows: Sequence[OnlineResult]) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(cli, "append_online", full)
+    measure = dataclasses.replace(FEW, output=tmp_path / "x.json")
+    with pytest.raises(OSError, match="no space left"):
+        measured(Stub(), work=SHORT, load=Load(num_requests=3), measure=measure)
+    assert "TTFT from sending" in capsys.readouterr().out
+
+
+def test_a_row_that_cannot_be_shown_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(row: OnlineResult) -> str:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "terminal", closed)
+    measure = dataclasses.replace(FEW, output=tmp_path / "x.json")
+    with pytest.raises(BrokenPipeError):
+        measured(Stub(), work=SHORT, load=Load(num_requests=3), measure=measure)
+    assert len(read_online(tmp_path / "x.json")) == 1
+
+
 def test_client_processes_share_the_requests_and_one_limit() -> None:
     stub = Stub()
     under_way = most = 0
@@ -1093,6 +1140,34 @@ def test_the_plot_is_made_of_rows_alone_and_the_same_every_time(tmp_path: Path) 
     assert [row.rate_rps for row in plot.curves(read_online(source))["a"]] == [1.0, 2.0, 4.0]
     with pytest.raises(ValueError, match="nothing to draw"):
         plot.draw([msgspec.structs.replace(row_at(1.0), rate_rps=None)])
+
+
+def test_the_plot_says_in_a_line_what_it_cannot_draw(tmp_path: Path) -> None:
+    none, mixed, good = (tmp_path / f"{name}.json" for name in ("none", "mixed", "good"))
+    without = msgspec.structs.replace(row_at(1.0), rate_rps=None)
+    append_online(none, [without])
+    append_online(mixed, [row_at(1.0), msgspec.structs.replace(row_at(2.0, "b"), model="m2")])
+    append_online(good, [row_at(1.0), without])
+
+    def plotted(*files: Path) -> tuple[int, list[str]]:
+        command = [sys.executable, "-m", "bench.online.plot", *map(str, files)]
+        done = subprocess.run(
+            [*command, "--output", str(tmp_path / "plot.svg")],
+            cwd=result.ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stderr.splitlines()
+
+    for files, message in (
+        ([tmp_path / "nope.json"], "No such file or directory"),
+        ([good, none], f"{none} has no rows at a rate, and only sweeps over rates are drawn"),
+        ([mixed], "these rows are of different work"),
+    ):
+        status, (line,) = plotted(*files)
+        assert status == 2
+        assert line.startswith("error: ")
+        assert message in line
+        assert not (tmp_path / "plot.svg").exists()
+    assert plotted(good) == (0, [])
 
 
 # --- GPUs without CUDA ----------------------------------------------------------------------------

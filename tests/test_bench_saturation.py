@@ -70,6 +70,12 @@ def test_a_label_is_of_one_engine(tmp_path: Path) -> None:
         saturation.main([*command[:2], "--engines", "00_baseline", "02_batch_reorder", "--label=a"])
 
 
+def test_a_directory_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--output: .* cannot be written"):
+        saturation.main(["--output", str(tmp_path / "file" / "out")])
+
+
 def test_the_share_of_the_floor_is_that_of_all_rounds() -> None:
     row = msgspec.structs.replace(row_at(1.0, "a"), percent_of_floor=99.0)
     floor = Floor(2 * row.medians["tokens_per_second"], *[0.0] * 8, 1, "")

@@ -69,8 +69,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _main(args: Sequence[str]) -> int:
     options, config = parse(args)
     output = options.measure.output
-    if output is not None and output.exists():
-        read_online(output)  # a file that cannot be appended to should say so before the work
+    if output is not None:
+        # A file that cannot be appended to should say so before the work.
+        results.prepare_output(output)
+        if output.exists():
+            read_online(output)
     rows = asyncio.run(_run(options, config))
     return EXIT_FAILED if any(row.error is not None for row in rows) else 0
 
@@ -88,9 +91,11 @@ async def _run(options: Options, config: Any) -> list[OnlineResult]:
         for rate in options.load.rates():
             row = await measure(backend, options, rate, ceiling)
             rows.append(row)
-            if options.measure.output is not None:
-                append_online(options.measure.output, [row])
-            console.print(report.terminal(row))
+            try:
+                console.print(report.terminal(row))
+            finally:  # even if nobody reads the table any more
+                if options.measure.output is not None:
+                    append_online(options.measure.output, [row])
             if row.error is not None:
                 logger.error("%s", row.error)
                 break

@@ -8,6 +8,7 @@ Goodput, throughput, TTFT and TPOT, one line per target. Its numbers are the tab
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 
 from bench.online.report import context, slo
 from bench.online.row import OnlineResult, read_online
+from shared.cli import run_main
 
 # Title, y label, (name in `medians`, line style), logarithmic.
 PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...], bool], ...] = (
@@ -137,15 +139,24 @@ def write(rows: Sequence[OnlineResult], output: Path) -> None:
         draw(rows).savefig(output, format="svg", metadata={"Date": None})
 
 
-def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path) -> None:
+def rows_at_rates(file: Path) -> list[OnlineResult]:
+    """Raises ValueError for a file that has none."""
+    rows = [row for row in read_online(file) if row.rate_rps is not None]
+    if not rows:
+        raise ValueError(f"{file} has no rows at a rate, and only sweeps over rates are drawn")
+    return rows
+
+
+def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path) -> int:
     """Draw the curves of a rate sweep as SVG.
 
     Args:
         files: JSON files of `python -m bench.online`.
         output: the SVG file to write.
     """
-    write([row for file in files for row in read_online(file)], output)
+    write([row for file in files for row in rows_at_rates(file)], output)
+    return 0
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m bench.online.plot")
+    run_main(lambda: tyro.cli(main, prog="python -m bench.online.plot", args=sys.argv[1:]))

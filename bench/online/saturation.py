@@ -35,7 +35,7 @@ from bench.compare import flags_for, with_weights
 from bench.online import plot
 from bench.online.options import Load, Measure, Target, Work
 from bench.online.row import OnlineResult, append_online, read_online
-from bench.result import ROOT, best_floor, percent_of_floor, summarise
+from bench.result import ROOT, best_floor, percent_of_floor, prepare_output, summarise
 from bench.rounds import RunOptions, alternate
 from shared.cli import EXIT_FAILED, run_main
 
@@ -185,7 +185,7 @@ def run(options: SaturationOptions, flags: Sequence[str]) -> int:
         )
     for_servers = with_weights(for_servers)
     output = options.output
-    output.mkdir(parents=True, exist_ok=True)
+    prepare_output(output / "runs.json")
     started, rows, failed = time.monotonic(), [], False
     count = len(names) * options.rounds
     logger.info("%d servers, one after the other; %s", count, options.at_most(count))
