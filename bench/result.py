@@ -266,7 +266,7 @@ def append_results(path: Path, rows: Sequence[Result]) -> None:
     write_json(path, [*(read_results(path) if path.exists() else []), *rows])
 
 
-def prepare_output(path: Path) -> None:
+def prepare_output(path: Path, flag: str = "--output") -> None:
     """Makes the directory of a file that is written after the work. Raises ValueError if it could
     not be written: to be known before the work."""
     try:
@@ -274,7 +274,7 @@ def prepare_output(path: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):
             pass  # as `write_json` does
     except OSError as error:
-        raise ValueError(f"--output: {path} cannot be written: {error}") from error
+        raise ValueError(f"{flag}: {path} cannot be written: {error}") from error
 
 
 def write_json(path: Path, content: msgspec.Struct | Sequence[msgspec.Struct]) -> None:

@@ -1226,3 +1226,14 @@ def test_pictures_leave_out_rows_without_their_numbers() -> None:
         assert named == shown.split()
     assert plots.tradeoff(plain) is None
     assert plots.throughput(plain[2:]) is plots.gaps(plain[2:]) is plots.goodput([]) is None
+
+
+def test_a_result_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main("00_baseline", ["--json", str(tmp_path / "file" / "x.json")])
+    assert ended.value.code == 2
+    assert "error: --json: " in (said := capsys.readouterr().err)
+    assert "x.json cannot be written" in said

@@ -6,6 +6,7 @@ python -m bench.online.report out/online.json > out/online.md
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from bench.online.ceiling import describe
 from bench.online.row import OnlineResult, read_online
+from shared.cli import run_main
 
 POINTS = ("avg", "p50", "p90", "p95", "p99", "max")
 # Name of the row, name in `Latencies`.
@@ -311,10 +313,11 @@ def _client(row: OnlineResult) -> str:
     return text
 
 
-def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
+def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> int:
     """Print the tables of online results as markdown."""
     print(markdown([row for file in files for row in read_online(file)]), end="")
+    return 0
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m bench.online.report")
+    run_main(lambda: tyro.cli(main, prog="python -m bench.online.report", args=sys.argv[1:]))
