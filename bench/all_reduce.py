@@ -23,7 +23,14 @@ import torch.distributed as dist
 import tyro
 
 from bench.gpu import hardware
-from bench.result import Hardware, git_state, library_versions, now, write_json
+from bench.result import (
+    Hardware,
+    git_state,
+    library_versions,
+    now,
+    prepare_output,
+    write_json,
+)
 from shared.cli import run_main
 from shared.layers.tensor_parallel import TensorParallel
 
@@ -143,6 +150,7 @@ def main(gpus: int = 2, json: Path | None = None) -> int:
     than two."""
     if not 2 <= gpus <= torch.cuda.device_count():
         raise ValueError(f"--gpus {gpus}: at least 2, and {torch.cuda.device_count()} can be seen")
+    prepare_output(json, "--json")
     store = group.open_store()
     torch.multiprocessing.spawn(measure, (gpus, store.port, json), nprocs=gpus)
     return 0

@@ -30,7 +30,14 @@ import tyro
 import zmq
 
 from bench.gpu import hardware
-from bench.result import Hardware, git_state, library_versions, now, write_json
+from bench.result import (
+    Hardware,
+    git_state,
+    library_versions,
+    now,
+    prepare_output,
+    write_json,
+)
 
 channel: Any = importlib.import_module("steps.04_dp_tp.channel")
 
@@ -212,6 +219,7 @@ def start_worker(kind: Kind, index: int, num_words: int, times: int) -> int:
 
 def main(json: Path | None = None) -> None:
     """How a step's message reaches the workers, three ways. --json: where the full report goes."""
+    prepare_output(json, "--json")
     rows = []
     for workers in WORKERS:
         for message in MESSAGES:

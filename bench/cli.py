@@ -69,8 +69,7 @@ def main(stage: str, args: Sequence[str] | None = None) -> NoReturn:
 
 def _bench(stage: str, args: Sequence[str]) -> int:
     options, config = parse(load(stage).Config, f"python -m steps.{stage}.bench", args)
-    if options.json is not None:
-        results.prepare_output(options.json, "--json")
+    results.prepare_output(options.json, "--json")
     console = Console(soft_wrap=True)
     failed = False
     for row in measure(stage, options, config):

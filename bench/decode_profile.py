@@ -28,7 +28,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.floor import measure_rates
 from bench.gpu import hardware
-from bench.result import Hardware, git_state, library_versions, now, write_json
+from bench.result import (
+    Hardware,
+    git_state,
+    library_versions,
+    now,
+    prepare_output,
+    write_json,
+)
 from shared import SamplingParams
 from shared.models.config import ModelConfig
 from shared.models.files import ModelFiles
@@ -207,6 +214,7 @@ class Options:
 
 
 def main(options: Options) -> None:
+    prepare_output(options.json, "--json")
     module = load(options.stage)
     config = module.Config(
         model=options.model,

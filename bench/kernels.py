@@ -24,7 +24,14 @@ import tyro
 
 from bench.floor import Rates, measure_rates
 from bench.gpu import hardware
-from bench.result import Hardware, git_state, library_versions, now, write_json
+from bench.result import (
+    Hardware,
+    git_state,
+    library_versions,
+    now,
+    prepare_output,
+    write_json,
+)
 from shared.kernels.paged_decode_attention import DecodeWorkspace, paged_decode_attention
 from shared.kernels.paged_prefill_attention import paged_prefill_attention
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
@@ -383,6 +390,7 @@ def show(rows: Sequence[Measurement], rates: Rates) -> None:
 
 def main(json: Path | None = None, only: tuple[Group, ...] = ()) -> None:
     """Measure the kernels on the first GPU; `json` is where the full report goes."""
+    prepare_output(json, "--json")
     rates = measure_rates("cuda", DTYPE, 0)
     rows: list[Measurement] = []
     for case in all_cases():

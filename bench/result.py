@@ -266,9 +266,11 @@ def append_results(path: Path, rows: Sequence[Result]) -> None:
     write_json(path, [*(read_results(path) if path.exists() else []), *rows])
 
 
-def prepare_output(path: Path, flag: str = "--output") -> None:
-    """Makes the directory of a file that is written after the work. Raises ValueError if it could
-    not be written: to be known before the work."""
+def prepare_output(path: Path | None, flag: str = "--output") -> None:
+    """Makes the directory of a file that is written after the work, if there is to be one. Raises
+    ValueError if it could not be written: to be known before the work."""
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):

@@ -25,13 +25,19 @@ import tyro
 from bench.floor import measure_rates
 from bench.gpu import hardware
 from bench.kernels import DTYPE, ROTATED_BYTES, measure_call, randn
-from bench.result import Hardware, git_state, library_versions, now, write_json
+from bench.result import (
+    Hardware,
+    git_state,
+    library_versions,
+    now,
+    prepare_output,
+    write_json,
+)
 from shared.kernels.rms_norm import add_rms_norm
 from shared.kernels.silu_and_mul import silu_and_mul
 from shared.kernels.small_batch_linear import (
     MAX_ROWS,
     ResidualStream,
-    few_rows_tile,
     linear_add_triton,
     linear_triton,
     norm_linear_triton,
@@ -109,13 +115,11 @@ class Inputs:
         # Separate operations work in place: repeated, they must stay finite.
         self.separate_x, self.separate_residual = self.x.clone(), self.residual.clone()
         self.norm_weight = randn(product.size)
-        self.stream = ResidualStream(self.x, self.residual)
         self.to_add = randn(rows, product.weight_rows)
-        if rows > 1:
-            tile = few_rows_tile(rows, product.size, product.size, DTYPE.itemsize)
-            tiles = -(-product.size // tile.block_n)
-            squares = torch.full((tiles, tile.rows), float(tile.block_n), device="cuda")
-            self.stream = ResidualStream(self.x, squares=squares)
+        self.stream = ResidualStream(self.x, self.residual)
+        if rows > 1 and product.normed:  # as the product before leaves it
+            before = Product("before", product.size, product.size).weight()
+            self.stream = linear_add_triton(self.x, before, self.residual)
 
     def library(self, weight: torch.Tensor) -> torch.Tensor:
         x = self.separate_x
@@ -174,6 +178,7 @@ def measure(
 
 def main(json: Path | None = None) -> None:
     """Measure on the first GPU; `json` is where the full report goes."""
+    prepare_output(json, "--json")
     torch.manual_seed(0)
     bandwidth = measure_rates("cuda", DTYPE, 0).bandwidth
     measurements = []

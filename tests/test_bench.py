@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -1237,3 +1238,14 @@ def test_a_result_file_that_cannot_be_written_is_refused_before_the_work(
     assert ended.value.code == 2
     assert "error: --json: " in (said := capsys.readouterr().err)
     assert "x.json cannot be written" in said
+
+
+@pytest.mark.parametrize("name", ["channels", "decode_profile", "kernels", "small_batch"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "x.json"
+    module = importlib.import_module(f"bench.{name}")
+    with pytest.raises(ValueError, match=r"--json: .*x\.json cannot be written"):
+        module.main(module.Options(json=path) if name == "decode_profile" else path)

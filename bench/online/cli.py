@@ -69,11 +69,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _main(args: Sequence[str]) -> int:
     options, config = parse(args)
     output = options.measure.output
-    if output is not None:
-        # A file that cannot be appended to should say so before the work.
-        results.prepare_output(output)
-        if output.exists():
-            read_online(output)
+    # A file that cannot be appended to should say so before the work.
+    results.prepare_output(output)
+    if output is not None and output.exists():
+        read_online(output)
     rows = asyncio.run(_run(options, config))
     return EXIT_FAILED if any(row.error is not None for row in rows) else 0
 
