@@ -522,11 +522,17 @@ def test_probes_may_ask_for_the_head_alone(http: httpx.Client) -> None:
         assert http.head(path).status_code == http.get(path).status_code == 200
 
 
+def metric(http: httpx.Client, name: str) -> float:
+    for line in http.get("/metrics").text.splitlines():
+        if line.startswith(f"vllm:{name}"):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no {name}")
+
+
 def test_a_first_token_is_counted_when_it_comes(http: httpx.Client, server: ServerThread) -> None:
     def counts() -> list[float]:
-        text = http.get("/metrics").text
         names = ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
-        return [float(re.findall(rf"^vllm:{name}.* (.*)$", text, re.M)[0]) for name in names]
+        return [metric(http, name) for name in names]
 
     before = counts()
     body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -538,18 +544,12 @@ def test_a_first_token_is_counted_when_it_comes(http: httpx.Client, server: Serv
 
 
 def test_metrics_have_vllms_names_and_count(http: httpx.Client, server: ServerThread) -> None:
-    def value(name: str) -> float:
-        for line in http.get("/metrics").text.splitlines():
-            if line.startswith(f"vllm:{name}"):
-                return float(line.rsplit(" ", 1)[1])
-        raise AssertionError(f"no {name}")
-
     names = ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
     names += ("request_time_per_output_token_seconds_count", "generation_tokens_total")
-    before = {name: value(name) for name in names}
+    before = {name: metric(http, name) for name in names}
     post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True})
     server.wait_idle()
-    grown = {name: value(name) - before[name] for name in names}
+    grown = {name: metric(http, name) - before[name] for name in names}
     assert grown == {**dict.fromkeys(names, 1.0), "generation_tokens_total": 4.0}
     for name in (
         "num_requests_running",
@@ -561,7 +561,7 @@ def test_metrics_have_vllms_names_and_count(http: httpx.Client, server: ServerTh
         "prompt_tokens_total",
         'request_success_total{finished_reason="length"',
     ):
-        value(name)
+        metric(http, name)
 
 
 def test_debug_stats(http: httpx.Client) -> None:

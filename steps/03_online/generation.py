@@ -87,6 +87,7 @@ class Generation:
             for index in range(task.params.n)
         ]
         self.num_unfinished = len(self.choices)
+        self._first_time: float | None = None  # of all choices
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Everything new since the last look, until all choices have ended.
@@ -130,9 +131,10 @@ class Generation:
             if is_first and output.index == 0:
                 self.num_cached_tokens += output.num_cached_tokens
             if is_first and output.new_token_ids:
-                if all(other.first_time is None for other in self.choices):
-                    self._on_first(now - self.arrival)
                 choice.first_time = now
+                if self._first_time is None:
+                    self._first_time = now
+                    self._on_first(now - self.arrival)
             choice.last_time = now
             if delta.must_abort:
                 stream.abort_sequence(output.index)
@@ -156,14 +158,13 @@ class Generation:
 
     def times(self) -> RequestTimes:
         """So far."""
-        first = [c.first_time for c in self.choices if c.first_time is not None]
         gaps = [
             (c.last_time - c.first_time) / (c.processor.num_tokens - 1)
             for c in self.choices
             if c.first_time is not None and c.last_time is not None and c.processor.num_tokens > 1
         ]
         return {
-            "ttft": min(first) - self.arrival if first else None,
+            "ttft": None if self._first_time is None else self._first_time - self.arrival,
             "tpot": sum(gaps) / len(gaps) if gaps else None,
             "total_time": time.perf_counter() - self.arrival,
         }
