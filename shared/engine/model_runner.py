@@ -284,8 +284,9 @@ class ModelRunner:
             self.model.compute_logits(
                 self._trunk_of_zeros([min(length, longest[0])], num_decode_rows=0)
             )
-        for rows in (1, 2, *self.backend.rows_to_warm_up(), self.max_num_sequences):
-            rows = min(rows, self.max_num_sequences)
+        most_rows = self.max_num_sequences
+        decodes = {min(rows, most_rows) for rows in (1, 2, *self.backend.rows_to_warm_up())}
+        for rows in sorted(decodes | {most_rows}):
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
         if self.max_num_sequences > 1 and most_tokens > 1:  # decodes beside chunks
             self._trunk_of_zeros([1, min(2, most_tokens - 1)], num_decode_rows=1)

@@ -516,7 +516,7 @@ def _launch_few_rows(
         tile.steps,
         tile.stages,
         x_tiles,
-        next_power_of_2(x_tiles) if x_tiles else 0,
+        next_power_of_2(x_tiles),
         ADD=residual is not None,
         GATED=gated,
         num_warps=4,
