@@ -33,6 +33,7 @@ from bench.result import (
     write_json,
 )
 from shared.kernels.paged_decode_attention import DecodeWorkspace, paged_decode_attention
+from shared.kernels.paged_mixed_attention import paged_mixed_attention
 from shared.kernels.paged_prefill_attention import paged_prefill_attention
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
@@ -50,7 +51,7 @@ MIN_GRAPH_SECONDS = 2e-3
 REPLAYS = 15
 FLASH_ATTN_BLOCK_SIZE = 256
 
-Group = Literal["norm", "activation", "rotary", "decode", "prefill"]
+Group = Literal["norm", "activation", "rotary", "decode", "prefill", "mixed"]
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -336,12 +337,81 @@ def prefill_case(
             )
         return calls
 
+    moved, flops = attention_work(new_and_context, num_heads, num_kv_heads, dim)
+    shape = f"{name}, {num_heads}/{num_kv_heads} heads, block {block_size}"
+    return Case("prefill", "paged_prefill_attention", shape, moved, flops, make)
+
+
+def attention_work(
+    new_and_context: Sequence[tuple[int, int]], num_heads: int, num_kv_heads: int, dim: int
+) -> tuple[int, int]:
+    """(bytes to move, operations)."""
+    tokens = sum(new for new, _ in new_and_context)
+    keys = sum(new + old for new, old in new_and_context)
     # Query i of n new ones over c cached sees c + i + 1 keys.
     visible = sum(new * old + new * (new + 1) // 2 for new, old in new_and_context)
-    moved = 2 * (sum(lengths) * num_kv_heads + sum(new_lens) * num_heads) * dim * DTYPE.itemsize
+    moved = 2 * (keys * num_kv_heads + tokens * num_heads) * dim * DTYPE.itemsize
+    return moved, 4 * visible * num_heads * dim
+
+
+def mixed_case(
+    name: str,
+    contexts: Sequence[int],
+    chunk: tuple[int, int],
+    num_heads: int,
+    num_kv_heads: int = 8,
+    dim: int = 128,
+    block_size: int = 16,
+) -> Case:
+    """Decodes after so many tokens, and behind them a chunk of (new tokens, tokens before)."""
+    split, scale = len(contexts), dim**-0.5
+    rows = [*((1, context) for context in contexts), chunk]
+    tokens = split + chunk[0]
+    pages = Pages.build([new + old for new, old in rows], block_size)
+    offsets = torch.tensor([0, *(new for new, _ in rows)]).cumsum(0).int().cuda()
+    workspace = DecodeWorkspace.allocate(split, num_heads, num_kv_heads, dim, torch.device("cuda"))
+
+    def make() -> dict[str, Callable[[], object]]:
+        q, out = randn(tokens, num_heads, dim), randn(tokens, num_heads, dim)
+        cache = pages.pool(num_kv_heads, dim)
+        tables, slots, seq_lens = pages.block_tables, pages.slots, pages.seq_lens
+
+        def apart() -> None:
+            paged_decode_attention(
+                q[:split],
+                *cache,
+                tables,
+                slots[:split],
+                seq_lens[:split],
+                scale,
+                workspace,
+                out[:split],
+            )
+            paged_prefill_attention(
+                q,
+                *cache,
+                tables,
+                slots[split:],
+                offsets[split:],
+                seq_lens[split:],
+                chunk[0],
+                scale,
+                out,
+            )
+
+        return {
+            "triton": lambda: paged_mixed_attention(
+                q, *cache, tables, slots, offsets, seq_lens, split, chunk[0], scale, workspace
+            ),
+            "two kernels": apart,
+            "one kernel for all": lambda: paged_prefill_attention(
+                q, *cache, tables, slots, offsets, seq_lens, chunk[0], scale
+            ),
+        }
+
+    moved, flops = attention_work(rows, num_heads, num_kv_heads, dim)
     shape = f"{name}, {num_heads}/{num_kv_heads} heads, block {block_size}"
-    flops = 4 * visible * num_heads * dim
-    return Case("prefill", "paged_prefill_attention", shape, moved, flops, make)
+    return Case("mixed", "paged_mixed_attention", shape, moved, flops, make)
 
 
 def spread_lengths(rows: int, low: int, high: int) -> list[int]:
@@ -375,6 +445,17 @@ def all_cases() -> Iterator[Case]:
         yield prefill_case("32 decodes at 600 + 512 after 3584", few, block_size, 16)
         name = "the same, padded to 640 tokens, 128 rows"
         yield prefill_case(name, few, block_size, 16, captured=(640, 128))
+    for num_heads in (16, 32):
+        for decodes, context, chunk in (
+            (32, 3000, (512, 3584)),
+            (32, 3000, (512, 0)),
+            (128, 1800, (512, 512)),
+            (4, 1500, (512, 3584)),
+            (4, 16384, (512, 512)),
+            (64, 2000, (2048, 0)),
+        ):
+            name = f"{decodes} at {context} + {chunk[0]} after {chunk[1]}"
+            yield mixed_case(name, [context] * decodes, chunk, num_heads)
 
 
 def show(rows: Sequence[Measurement], rates: Rates) -> None:

@@ -123,7 +123,7 @@ def regimes(place: Place, values: Sequence[int]) -> Points:
             _point("02", attention_backend=backend, max_prefill_defer=0),
             _point("02", attention_backend=backend),
         ]
-    return points, ["decode_gap_many", _busy(place), "decode_gap_few"]
+    return points, ["decode_gap_many", _busy(place), "decode_gap_few", "decode_gap_long"]
 
 
 def parallel(place: Place, values: Sequence[int]) -> Points:

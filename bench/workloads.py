@@ -32,6 +32,7 @@ WorkloadName = Literal[
     "decode_gap_busy",
     "decode_gap_many",
     "decode_gap_few",
+    "decode_gap_long",
     "shared_prefix",
     "batch1",
     "batch8",
@@ -222,7 +223,7 @@ _GAPS: dict[WorkloadName, dict[Scale, _Gaps]] = {
         "full": _Gaps(0.08, 10.0, 32, 512, 4096, 16),
         "full_large": _Gaps(0.4, 10.0, 32, 512, 4096, 16),
     },
-    # Steps that are mostly decodes, over long contexts.
+    # Steps that are mostly decodes.
     "decode_gap_many": {
         "cpu": _Gaps(0.5, 8.0, 16, 128, 128, 8),
         "full": _Gaps(0.1, 10.0, 128, 1024, 1024, 16),
@@ -233,6 +234,12 @@ _GAPS: dict[WorkloadName, dict[Scale, _Gaps]] = {
         "cpu": _Gaps(1.0, 8.0, 1, 64, 1024, 8),
         "full": _Gaps(0.05, 10.0, 4, 512, 4096, 16),
         "full_large": _Gaps(0.25, 10.0, 4, 512, 4096, 16),
+    },
+    # A few decodes with long contexts, of which attention in a mixed step has most to read.
+    "decode_gap_long": {
+        "cpu": _Gaps(0.5, 8.0, 2, 1024, 256, 8),
+        "full": _Gaps(0.05, 10.0, 4, 16384, 2048, 16),
+        "full_large": _Gaps(0.25, 10.0, 4, 16384, 2048, 16),
     },
 }
 

@@ -96,6 +96,15 @@ FROZEN = {
     ("decode_gap_few", "full_large", QWEN_VOCABULARY): (
         "6daee0b054c904ea326bd91e7a67f99f53fcca52452da7d64bd6ca460776e227"
     ),
+    ("decode_gap_long", "cpu", TINY_VOCABULARY): (
+        "8d7a9567f1bbf7b2fce880e3e1a36bdccfb26ab646b92b654bb96ec340905c72"
+    ),
+    ("decode_gap_long", "full", QWEN_VOCABULARY): (
+        "a92f6f89acaea90815a27b641c66186471a88a1eb951028038e81e8d9cd19e2d"
+    ),
+    ("decode_gap_long", "full_large", QWEN_VOCABULARY): (
+        "b1d35c431283be2c9d0334ec7d91fcca06dee831a85e8f15b50ce6f164024117"
+    ),
     ("shared_prefix", "cpu", TINY_VOCABULARY): (
         "48a6bd65eb5378358c40c42beaf49f1316212b8a8c831eac5de4efd533ab0bc2"
     ),

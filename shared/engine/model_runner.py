@@ -141,7 +141,7 @@ class ModelRunner:
                 GraphedFunction(self._graph_trunk, clear, self.shapes.all),
                 GraphedFunction(self._graph_head, clear, graph_sizes(self.max_num_sequences)),
             )
-        self._make_pool()
+        self._make_pool(decodes_in_front)
         self._description = self._describe()
         # What exists by now lives as long as the runner. A full collection that visits all of it
         # (torch alone brings some 200,000 objects) stops the step it falls into for 100 ms.
@@ -216,7 +216,7 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def _make_pool(self) -> None:
+    def _make_pool(self, decodes_in_front: bool) -> None:
         """Size the KV pool by what everything else needs, allocate it, and capture the graphs."""
         config, size = self.config, self.block_size
         columns = -(-self.max_model_length // size)
@@ -226,7 +226,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             # One block is enough to try: all rows read and write block 0.
             self._allocate_pool(1, block_shape, columns)
-            activations = self._warm_up()
+            activations = self._warm_up(decodes_in_front)
             graph_bytes = estimate_bytes(graphed)
         block_bytes = bytes_per_block(self.model_config, self.num_kv_heads, size, self.dtype)
         num_blocks = config.num_kvcache_blocks
@@ -264,7 +264,7 @@ class ModelRunner:
         # The host's table has the same columns, so that flat indices agree.
         self.block_tables = self._zeros(self.max_num_sequences, columns)
 
-    def _warm_up(self) -> int:
+    def _warm_up(self, decodes_in_front: bool) -> int:
         """Compile every kernel that serving can meet, so that none is compiled in the middle of
         it; returns the bytes that the largest possible step takes beside weights and buffers."""
         most_tokens, length = self.config.max_num_batched_tokens, self.max_model_length
@@ -288,8 +288,9 @@ class ModelRunner:
         decodes = {min(rows, most_rows) for rows in (1, 2, *self.backend.rows_to_warm_up())}
         for rows in sorted(decodes | {most_rows}):
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)
-        if self.max_num_sequences > 1 and most_tokens > 1:  # decodes beside chunks
-            self._trunk_of_zeros([1, min(2, most_tokens - 1)], num_decode_rows=1)
+            boundary = min(rows, most_rows - 1)
+            if decodes_in_front and boundary:
+                self._trunk_of_zeros([1] * (boundary + 1), num_decode_rows=boundary)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()

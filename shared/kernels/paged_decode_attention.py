@@ -341,6 +341,116 @@ def combine_splits(
         tl.store(arrivals_ptr + pair, 0)
 
 
+@jit()
+def attend_split(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    block_tables_ptr,
+    slots_ptr,
+    seq_lens_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    arrivals_ptr,
+    scale_log2,
+    table_stride,
+    num_rows,
+    min_split,
+    kv_head,
+    unit,
+    num_units,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    COMBINE_STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTHS_TRIED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """What one program does: attention of one row and KV head over the keys of one unit."""
+    row, first, num_partials, split_len = find_split(
+        seq_lens_ptr, unit, num_rows, num_units, min_split, 0, BLOCK_N, ROWS, LENGTHS_TRIED
+    )
+    if row < num_rows:
+        seq_len = tl.load(seq_lens_ptr + row)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, HEAD_DIM)
+        used = (m < GROUP)[:, None]
+        pair = row * NUM_KV_HEADS + kv_head
+        head_ptr = out_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM)
+        out_offsets = m[:, None] * HEAD_DIM + d[None, :]
+        if seq_len <= 0:
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+            zeros = tl.zeros([BLOCK_M, HEAD_DIM], dtype=out_ptr.dtype.element_ty)
+            tl.store(head_ptr + out_offsets, zeros, mask=used)
+        else:
+            begin = (unit - first) * split_len
+            end = tl.minimum(begin + split_len, seq_len)
+
+            table_ptr = block_tables_ptr + slot * table_stride
+            readable = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+            pages = tl.load(table_ptr + readable // PAGE_SIZE)
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+            q = tl.load(
+                q_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM) + out_offsets, mask=used, other=0.0
+            )
+            k_ptr = k_cache_ptr + kv_head * HEAD_DIM + d[None, :]
+            v_ptr = v_cache_ptr + kv_head * HEAD_DIM + d[None, :]
+            accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
+            row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+            for start in tl.range(begin, end, BLOCK_N):
+                positions = start + tl.arange(0, BLOCK_N)
+                # Keys past the end are read from the last valid one and masked as scores: every
+                # address is valid and every value finite, so zero weights cannot meet a NaN.
+                readable = tl.minimum(positions, end - 1)
+                slots = pages * PAGE_SIZE + (readable & (PAGE_SIZE - 1))
+                offsets = (slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None]
+                # Page numbers are fetched one step ahead: behind them keys and values wait in line.
+                pages = tl.load(table_ptr + tl.minimum(positions + BLOCK_N, end - 1) // PAGE_SIZE)
+                k = tl.load(k_ptr + offsets)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+                scores = tl.where((positions < end)[None, :], scores, float("-inf"))
+                new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_max[:, None])
+                decay = tl.exp2(row_max - new_max)
+                row_sum = row_sum * decay + tl.sum(weights, axis=1)
+                accumulator *= decay[:, None]
+                v = tl.load(v_ptr + offsets)
+                accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
+                row_max = new_max
+
+            result = accumulator / row_sum[:, None]
+            if num_partials == 1:
+                tl.store(head_ptr + out_offsets, result, mask=used)
+            else:
+                combine_splits(
+                    result,
+                    row_max + tl.log2(row_sum),
+                    partial_out_ptr,
+                    partial_lse_ptr,
+                    arrivals_ptr,
+                    head_ptr,
+                    pair,
+                    kv_head * num_units + first,
+                    unit - first,
+                    num_partials,
+                    GROUP,
+                    HEAD_DIM,
+                    BLOCK_M,
+                    GROUP_BLOCK,
+                    COMBINE_STEP,
+                )
+
+
 @jit(
     integers=("table_stride", "num_rows", "min_split"),
     metadata=("block_tables_ptr", "slots_ptr", "seq_lens_ptr"),
@@ -378,82 +488,36 @@ def _paged_decode_attention_kernel(
     num_units = tl.num_programs(1)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    row, first, num_partials, split_len = find_split(
-        seq_lens_ptr, unit, num_rows, num_units, min_split, 0, BLOCK_N, ROWS, LENGTHS_TRIED
+    attend_split(
+        q_ptr,
+        k_cache_ptr,
+        v_cache_ptr,
+        out_ptr,
+        block_tables_ptr,
+        slots_ptr,
+        seq_lens_ptr,
+        partial_out_ptr,
+        partial_lse_ptr,
+        arrivals_ptr,
+        scale_log2,
+        table_stride,
+        num_rows,
+        min_split,
+        kv_head,
+        unit,
+        num_units,
+        NUM_KV_HEADS,
+        GROUP,
+        HEAD_DIM,
+        PAGE_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        GROUP_BLOCK,
+        COMBINE_STEP,
+        ROWS,
+        LENGTHS_TRIED,
+        OVERLAP,
     )
-    if row >= num_rows:
-        return
-    seq_len = tl.load(seq_lens_ptr + row)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, HEAD_DIM)
-    used = (m < GROUP)[:, None]
-    pair = row * NUM_KV_HEADS + kv_head
-    head_ptr = out_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM)
-    out_offsets = m[:, None] * HEAD_DIM + d[None, :]
-    if seq_len <= 0:
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        zeros = tl.zeros([BLOCK_M, HEAD_DIM], dtype=out_ptr.dtype.element_ty)
-        tl.store(head_ptr + out_offsets, zeros, mask=used)
-        return
-
-    begin = (unit - first) * split_len
-    end = tl.minimum(begin + split_len, seq_len)
-
-    table_ptr = block_tables_ptr + slot * table_stride
-    readable = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
-    pages = tl.load(table_ptr + readable // PAGE_SIZE)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    q = tl.load(q_ptr + pair.to(tl.int64) * (GROUP * HEAD_DIM) + out_offsets, mask=used, other=0.0)
-    k_ptr = k_cache_ptr + kv_head * HEAD_DIM + d[None, :]
-    v_ptr = v_cache_ptr + kv_head * HEAD_DIM + d[None, :]
-    accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for start in tl.range(begin, end, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        # Keys past the end are read from the last valid one and masked as scores: every address
-        # is valid and every value finite, so zero weights cannot meet a NaN.
-        readable = tl.minimum(positions, end - 1)
-        slots = pages * PAGE_SIZE + (readable & (PAGE_SIZE - 1))
-        offsets = (slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None]
-        # Page numbers are fetched one step ahead: behind them keys and values wait in line.
-        pages = tl.load(table_ptr + tl.minimum(positions + BLOCK_N, end - 1) // PAGE_SIZE)
-        k = tl.load(k_ptr + offsets)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where((positions < end)[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_max[:, None])
-        decay = tl.exp2(row_max - new_max)
-        row_sum = row_sum * decay + tl.sum(weights, axis=1)
-        accumulator *= decay[:, None]
-        v = tl.load(v_ptr + offsets)
-        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
-        row_max = new_max
-
-    result = accumulator / row_sum[:, None]
-    if num_partials == 1:
-        tl.store(head_ptr + out_offsets, result, mask=used)
-    else:
-        combine_splits(
-            result,
-            row_max + tl.log2(row_sum),
-            partial_out_ptr,
-            partial_lse_ptr,
-            arrivals_ptr,
-            head_ptr,
-            pair,
-            kv_head * num_units + first,
-            unit - first,
-            num_partials,
-            GROUP,
-            HEAD_DIM,
-            BLOCK_M,
-            GROUP_BLOCK,
-            COMBINE_STEP,
-        )
 
 
 def choose_tile(head_dim: int, element_size: int, pairs_per_sm: float) -> DecodeTile:

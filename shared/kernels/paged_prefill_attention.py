@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from shared.kernels._triton import jit, next_power_of_2, runs_on_triton, tl
 
 # Offsets of rows that a program reads at once while it looks for its tile.
-_ROWS_AT_ONCE = 128
+ROWS_AT_ONCE = 128
 
 
 def paged_prefill_attention_reference(
@@ -126,6 +126,10 @@ class PrefillTile:
     num_warps: int
     num_stages: int
 
+    def most_tiles(self, num_tokens: int, num_rows: int, group: int) -> int:
+        """Upper bound for any batch of this size (see _find_tile), padding included."""
+        return num_tokens // (self.block_m // group) + num_rows + 1
+
 
 @jit()
 def _find_tile(cu_seqlens_ptr, program, num_rows, TILE_TOKENS: tl.constexpr, STEP: tl.constexpr):
@@ -200,6 +204,116 @@ def _attend(
     return accumulator, new_max, row_sum, pages
 
 
+@jit()
+def attend_tile(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    block_tables_ptr,
+    slots_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    scale_log2,
+    num_rows,
+    num_tokens,
+    table_stride,
+    kv_head,
+    program,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
+) -> None:
+    """What one program does: attention of one tile of queries for one KV head."""
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    ROW_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    tile, row = _find_tile(cu_seqlens_ptr, program, num_rows, TILE_TOKENS, ROWS_AT_ONCE)
+    row_begin = tl.load(cu_seqlens_ptr + row)
+    tile_begin = row_begin + TILE_TOKENS * (
+        tile - (row_begin - tl.load(cu_seqlens_ptr)) // TILE_TOKENS - row
+    )
+    is_padding = row == num_rows
+    row_end = tl.load(cu_seqlens_ptr + tl.minimum(row + 1, num_rows))
+    row_end = tl.where(is_padding, num_tokens, row_end)
+    if tile_begin < row_end:
+        # Row m of the tile: query m // GROUP, head m % GROUP of the group. A group size that does
+        # not divide BLOCK_M leaves the last few rows unused. 64 bits for where the tile begins, 32
+        # within.
+        m = tl.arange(0, BLOCK_M)
+        tokens = tile_begin + m // GROUP
+        used = ((m < TILE_TOKENS * GROUP) & (tokens < row_end))[:, None]
+        tile_offset = (tile_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+        offsets = (m // GROUP) * (ROW_STRIDE * GROUP) + (m % GROUP) * HEAD_DIM
+        offsets = offsets[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+        accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
+        if is_padding:
+            tl.store(out_ptr + tile_offset + offsets, accumulator, mask=used)
+        else:
+            seq_len = tl.load(seq_lens_ptr + row)
+            row_position = seq_len - row_end  # position of token t of the batch: row_position + t
+            first_position = row_position + tile_begin
+            # Every query of the tile sees the keys before `shared_keys`; none sees `num_keys`.
+            num_keys = row_position + tl.minimum(tile_begin + TILE_TOKENS, row_end)
+            shared_keys = (first_position + 1) // BLOCK_N * BLOCK_N
+            table_ptr = block_tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+            d = tl.arange(0, HEAD_DIM)[None, :]
+            k_ptr = k_cache_ptr + kv_head * HEAD_DIM + d
+            v_ptr = v_cache_ptr + kv_head * HEAD_DIM + d
+            q = tl.load(q_ptr + tile_offset + offsets, mask=used, other=0.0)
+            query_positions = row_position + tokens
+            row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+            positions = tl.minimum(tl.arange(0, BLOCK_N), num_keys - 1)
+            pages = tl.load(table_ptr + positions // PAGE_SIZE)
+            for start in tl.range(0, shared_keys, BLOCK_N):
+                accumulator, row_max, row_sum, pages = _attend(
+                    accumulator,
+                    row_max,
+                    row_sum,
+                    pages,
+                    q,
+                    query_positions,
+                    k_ptr,
+                    v_ptr,
+                    table_ptr,
+                    start,
+                    num_keys,
+                    scale_log2,
+                    ROW_STRIDE,
+                    PAGE_SIZE,
+                    BLOCK_N,
+                    False,
+                )
+            positions = tl.minimum(shared_keys + tl.arange(0, BLOCK_N), num_keys - 1)
+            pages = tl.load(table_ptr + positions // PAGE_SIZE)
+            for start in tl.range(shared_keys, num_keys, BLOCK_N):
+                accumulator, row_max, row_sum, pages = _attend(
+                    accumulator,
+                    row_max,
+                    row_sum,
+                    pages,
+                    q,
+                    query_positions,
+                    k_ptr,
+                    v_ptr,
+                    table_ptr,
+                    start,
+                    num_keys,
+                    scale_log2,
+                    ROW_STRIDE,
+                    PAGE_SIZE,
+                    BLOCK_N,
+                    True,
+                )
+            # A row without keys has the sum 0: zeros, not 0 / 0.
+            row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+            tl.store(out_ptr + tile_offset + offsets, accumulator / row_sum[:, None], mask=used)
+
+
 @jit(
     integers=("num_rows", "num_tokens", "table_stride"),
     metadata=("block_tables_ptr", "slots_ptr", "cu_seqlens_ptr", "seq_lens_ptr"),
@@ -225,96 +339,31 @@ def _paged_prefill_attention_kernel(
     BLOCK_N: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ) -> None:
-    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    ROW_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     # One axis: a second one would end at 65535 tiles.
     program = tl.program_id(0)
-    kv_head = program % NUM_KV_HEADS
-    tile, row = _find_tile(
-        cu_seqlens_ptr, program // NUM_KV_HEADS, num_rows, TILE_TOKENS, ROWS_AT_ONCE
+    attend_tile(
+        q_ptr,
+        k_cache_ptr,
+        v_cache_ptr,
+        out_ptr,
+        block_tables_ptr,
+        slots_ptr,
+        cu_seqlens_ptr,
+        seq_lens_ptr,
+        scale_log2,
+        num_rows,
+        num_tokens,
+        table_stride,
+        program % NUM_KV_HEADS,
+        program // NUM_KV_HEADS,
+        NUM_KV_HEADS,
+        GROUP,
+        HEAD_DIM,
+        PAGE_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        ROWS_AT_ONCE,
     )
-    row_begin = tl.load(cu_seqlens_ptr + row)
-    tile_begin = row_begin + TILE_TOKENS * (
-        tile - (row_begin - tl.load(cu_seqlens_ptr)) // TILE_TOKENS - row
-    )
-    is_padding = row == num_rows
-    row_end = tl.load(cu_seqlens_ptr + tl.minimum(row + 1, num_rows))
-    row_end = tl.where(is_padding, num_tokens, row_end)
-    if tile_begin >= row_end:
-        return
-
-    # Row m of the tile: query m // GROUP, head m % GROUP of the group. A group size that does not
-    # divide BLOCK_M leaves the last few rows unused. 64 bits for where the tile begins, 32 within.
-    m = tl.arange(0, BLOCK_M)
-    tokens = tile_begin + m // GROUP
-    used = ((m < TILE_TOKENS * GROUP) & (tokens < row_end))[:, None]
-    tile_offset = (tile_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
-    offsets = (m // GROUP) * (ROW_STRIDE * GROUP) + (m % GROUP) * HEAD_DIM
-    offsets = offsets[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-    accumulator = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
-    if is_padding:
-        tl.store(out_ptr + tile_offset + offsets, accumulator, mask=used)
-        return
-
-    seq_len = tl.load(seq_lens_ptr + row)
-    row_position = seq_len - row_end  # position of token t of the batch: row_position + t
-    first_position = row_position + tile_begin
-    # Every query of the tile sees the keys before `shared_keys`; none sees `num_keys`.
-    num_keys = row_position + tl.minimum(tile_begin + TILE_TOKENS, row_end)
-    shared_keys = (first_position + 1) // BLOCK_N * BLOCK_N
-    table_ptr = block_tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    d = tl.arange(0, HEAD_DIM)[None, :]
-    k_ptr = k_cache_ptr + kv_head * HEAD_DIM + d
-    v_ptr = v_cache_ptr + kv_head * HEAD_DIM + d
-    q = tl.load(q_ptr + tile_offset + offsets, mask=used, other=0.0)
-    query_positions = row_position + tokens
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    positions = tl.minimum(tl.arange(0, BLOCK_N), num_keys - 1)
-    pages = tl.load(table_ptr + positions // PAGE_SIZE)
-    for start in tl.range(0, shared_keys, BLOCK_N):
-        accumulator, row_max, row_sum, pages = _attend(
-            accumulator,
-            row_max,
-            row_sum,
-            pages,
-            q,
-            query_positions,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            start,
-            num_keys,
-            scale_log2,
-            ROW_STRIDE,
-            PAGE_SIZE,
-            BLOCK_N,
-            False,
-        )
-    positions = tl.minimum(shared_keys + tl.arange(0, BLOCK_N), num_keys - 1)
-    pages = tl.load(table_ptr + positions // PAGE_SIZE)
-    for start in tl.range(shared_keys, num_keys, BLOCK_N):
-        accumulator, row_max, row_sum, pages = _attend(
-            accumulator,
-            row_max,
-            row_sum,
-            pages,
-            q,
-            query_positions,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            start,
-            num_keys,
-            scale_log2,
-            ROW_STRIDE,
-            PAGE_SIZE,
-            BLOCK_N,
-            True,
-        )
-    # A row without keys has the sum 0: zeros, not 0 / 0.
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    tl.store(out_ptr + tile_offset + offsets, accumulator / row_sum[:, None], mask=used)
 
 
 def choose_tile(group: int, head_dim: int, element_size: int, wide: bool) -> PrefillTile:
@@ -343,6 +392,18 @@ def prefers_wide_tile(num_tokens: int, num_heads: int, group: int, average_queri
     return average_queries * group >= 512 and num_tokens * num_heads // 256 >= 192
 
 
+def wants_wide_tile(
+    q: torch.Tensor, k_cache: torch.Tensor, num_rows: int, max_query_len: int
+) -> bool:
+    """`prefers_wide_tile` for the arguments of a call."""
+    num_tokens, num_heads, _ = q.shape
+    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+    average_queries = min(max_query_len, num_tokens // num_rows)
+    return hopper and prefers_wide_tile(
+        num_tokens, num_heads, num_heads // k_cache.shape[2], average_queries
+    )
+
+
 def paged_prefill_attention_triton(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -364,12 +425,9 @@ def paged_prefill_attention_triton(
     _, page_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
     if tile is None:
-        hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
-        average_queries = min(max_query_len, num_tokens // num_rows)
-        wide = hopper and prefers_wide_tile(num_tokens, num_heads, group, average_queries)
+        wide = wants_wide_tile(q, k_cache, num_rows, max_query_len)
         tile = choose_tile(group, head_dim, q.element_size(), wide)
-    # Upper bound on the tiles of any batch of this size (see _find_tile), padding included.
-    num_tiles = num_tokens // (tile.block_m // group) + num_rows + 1
+    num_tiles = tile.most_tiles(num_tokens, num_rows, group)
     _paged_prefill_attention_kernel[(num_tiles * num_kv_heads,)](
         q,
         k_cache,
@@ -389,7 +447,7 @@ def paged_prefill_attention_triton(
         page_size,
         tile.block_m,
         tile.block_n,
-        _ROWS_AT_ONCE,
+        ROWS_AT_ONCE,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,

@@ -16,6 +16,7 @@ from shared.kernels.paged_decode_attention import (
     paged_decode_attention_reference,
     rows_to_warm_up,
 )
+from shared.kernels.paged_mixed_attention import paged_mixed_attention
 from shared.kernels.paged_prefill_attention import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
@@ -168,8 +169,6 @@ class TritonBackend(AttentionBackend):
         self.workspace = DecodeWorkspace.allocate(
             shape.max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device
         )
-        on_gpu = shape.device.type == "cuda"
-        self.beside = torch.cuda.Stream(shape.device) if on_gpu else None
 
     def rows_to_warm_up(self) -> Sequence[int]:
         s = self.shape
@@ -187,41 +186,35 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         m, split = metadata, metadata.num_decode_rows
-        out = torch.empty_like(q)
-        # A few chunks do not fill the GPU, and each takes long: the decodes run beside them, on a
-        # stream of their own, in a graph as well as without one.
-        beside = self.beside if 0 < split < m.slots.shape[0] else None
-        if beside is not None:
-            beside.wait_stream(torch.cuda.current_stream(q.device))
-        if split:
-            with torch.cuda.stream(beside):  # None: where it is
-                paged_decode_attention(
-                    q[:split],
-                    k_cache,
-                    v_cache,
-                    m.block_tables,
-                    m.slots[:split],
-                    m.seq_lens[:split],
-                    scale,
-                    self.workspace,
-                    out[:split],
-                )
-        if split < m.slots.shape[0]:
-            paged_prefill_attention(
+        if split == m.slots.shape[0]:
+            return paged_decode_attention(
+                q, k_cache, v_cache, m.block_tables, m.slots, m.seq_lens, scale, self.workspace
+            )
+        if split == 0:
+            return paged_prefill_attention(
                 q,
                 k_cache,
                 v_cache,
                 m.block_tables,
-                m.slots[split:],
-                m.cu_seqlens_q[split:],  # begins at split: queries before it are left alone
-                m.seq_lens[split:],
+                m.slots,
+                m.cu_seqlens_q,
+                m.seq_lens,
                 m.max_query_len,
                 scale,
-                out,
             )
-        if beside is not None:
-            torch.cuda.current_stream(q.device).wait_stream(beside)
-        return out
+        return paged_mixed_attention(
+            q,
+            k_cache,
+            v_cache,
+            m.block_tables,
+            m.slots,
+            m.cu_seqlens_q,
+            m.seq_lens,
+            split,
+            m.max_query_len,
+            scale,
+            self.workspace,
+        )
 
     def fuses(self, metadata: AttentionMetadata) -> bool:
         rows = metadata.slots.shape[0]

@@ -121,7 +121,7 @@ def test_rows_without_queries_between_others(place: Place, poison_empty: None) -
 def test_more_rows_than_a_program_reads_at_once(
     place: Place, poison_empty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 2)
     batch = make_batch(
         [1, 0, 40, 1, 0, 9, 1],
         [70, 3, 0, 0, 12, 8, 30],

@@ -31,6 +31,7 @@ DEFAULT_COLUMNS = {
     "decode_gap_busy": GAP_COLUMNS,
     "decode_gap_many": GAP_COLUMNS,
     "decode_gap_few": GAP_COLUMNS,
+    "decode_gap_long": GAP_COLUMNS,
     "shared_prefix": ["tokens_per_second", "ttft_ms.p50", "prefix_hit_tokens"],
     "batch1": ["tokens_per_second", "tpot_ms.p50"],
     "batch8": ["tokens_per_second", "tpot_ms.p50"],
