@@ -390,6 +390,8 @@ class ModelRunner:
             inputs.update_index,
             inputs.update_block,
         )
+        # Not before: a backend may copy the rows' lines of the block tables.
+        metadata = self.backend.prepare(metadata)
         hidden: torch.Tensor = self.model(ids, inputs.positions, self.kv_cache, metadata)
         return hidden
 
@@ -450,7 +452,7 @@ class ModelRunner:
         seq_lens: list[int],
     ) -> AttentionMetadata:
         query_lens = (end - begin for begin, end in pairwise(cu_seqlens_q))
-        metadata = AttentionMetadata(
+        return AttentionMetadata(
             slot_mapping=inputs.slot_mapping,
             slots=inputs.slots,
             cu_seqlens_q=inputs.cu_seqlens_q,
@@ -462,7 +464,6 @@ class ModelRunner:
             host_cu_seqlens_q=cu_seqlens_q,
             host_seq_lens=seq_lens,
         )
-        return self.backend.prepare(metadata)
 
     def _score_prompts(
         self, plan: StepPlan, hidden: torch.Tensor, batch: Batch | None

@@ -77,7 +77,8 @@ class AttentionBackend(Protocol):
         return ()
 
     def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """What is the same for all layers of a step, done once."""
+        """What is the same for all layers of a step, done once, when the block tables are up to
+        date."""
         ...
 
     def forward(
