@@ -13,7 +13,7 @@
     {{ number FILE STAGE WORKLOAD METRIC FORMAT option=value ... }}
     {{ ratio FILE STAGE OTHER WORKLOAD METRIC FORMAT option=value ... }}
     {{ kernels OPERATION }}           all measured shapes of a kernel
-    {{ kernel_row OPERATION SHAPE }}  one of them
+    {{ kernel_row OPERATION SHAPE }}  one of them, or of that one IMPLEMENTATION
     {{ models }}                      sizes of the models in shared/models/configs
     {{ memory }}                      weights, activations, graphs and pool of every GPU result
     {{ roofline MODEL CONTEXT }}      the floor of a decode step by batch size

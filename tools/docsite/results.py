@@ -367,7 +367,9 @@ def swept(name: str) -> str:
     )
 
 
-def kernel_rows(operation: str, shape: str | None = None) -> str:
+def kernel_rows(
+    operation: str, shape: str | None = None, implementation: str | None = None
+) -> str:
     """What bench/results/kernels_*.json say about one kernel, or one shape of it."""
     parts = []
     for path in sorted(RESULTS.rglob("kernels_*.json")):
@@ -375,7 +377,9 @@ def kernel_rows(operation: str, shape: str | None = None) -> str:
         rows = [
             row
             for row in report["rows"]
-            if row["operation"] == operation and shape in (None, row["shape"])
+            if row["operation"] == operation
+            and shape in (None, row["shape"])
+            and implementation in (None, row["implementation"])
         ]
         if not rows:
             continue
@@ -396,7 +400,7 @@ def kernel_rows(operation: str, shape: str | None = None) -> str:
         )
         parts.append("\n".join([*lines, "", note]))
     if not parts:
-        raise ValueError(f"no kernel results for {operation!r} {shape or ''}")
+        raise ValueError(f"no kernel results for {operation!r} {shape or ''} {implementation or ''}")
     return "\n\n".join(parts)
 
 
