@@ -367,9 +367,7 @@ def swept(name: str) -> str:
     )
 
 
-def kernel_rows(
-    operation: str, shape: str | None = None, implementation: str | None = None
-) -> str:
+def kernel_rows(operation: str, shape: str | None = None, implementation: str | None = None) -> str:
     """What bench/results/kernels_*.json say about one kernel, or one shape of it."""
     parts = []
     for path in sorted(RESULTS.rglob("kernels_*.json")):
@@ -400,7 +398,7 @@ def kernel_rows(
         )
         parts.append("\n".join([*lines, "", note]))
     if not parts:
-        raise ValueError(f"no kernel results for {operation!r} {shape or ''} {implementation or ''}")
+        raise ValueError(f"no kernel results for {(operation, shape, implementation)}")
     return "\n\n".join(parts)
 
 
