@@ -33,7 +33,7 @@ from bench.result import (
     write_json,
 )
 from shared.kernels.paged_decode_attention import DecodeWorkspace, paged_decode_attention
-from shared.kernels.paged_mixed_attention import paged_mixed_attention
+from shared.kernels.paged_mixed_attention import attend_apart, paged_mixed_attention
 from shared.kernels.paged_prefill_attention import paged_prefill_attention
 from shared.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from shared.kernels.rms_norm import add_rms_norm, rms_norm
@@ -372,38 +372,12 @@ def mixed_case(
     workspace = DecodeWorkspace.allocate(split, num_heads, num_kv_heads, dim, torch.device("cuda"))
 
     def make() -> dict[str, Callable[[], object]]:
-        q, out = randn(tokens, num_heads, dim), randn(tokens, num_heads, dim)
-        cache = pages.pool(num_kv_heads, dim)
+        q, cache = randn(tokens, num_heads, dim), pages.pool(num_kv_heads, dim)
         tables, slots, seq_lens = pages.block_tables, pages.slots, pages.seq_lens
-
-        def apart() -> None:
-            paged_decode_attention(
-                q[:split],
-                *cache,
-                tables,
-                slots[:split],
-                seq_lens[:split],
-                scale,
-                workspace,
-                out[:split],
-            )
-            paged_prefill_attention(
-                q,
-                *cache,
-                tables,
-                slots[split:],
-                offsets[split:],
-                seq_lens[split:],
-                chunk[0],
-                scale,
-                out,
-            )
-
+        args = (q, *cache, tables, slots, offsets, seq_lens, split)
         return {
-            "triton": lambda: paged_mixed_attention(
-                q, *cache, tables, slots, offsets, seq_lens, split, chunk[0], scale, workspace
-            ),
-            "two kernels": apart,
+            "triton": lambda: paged_mixed_attention(*args, chunk[0], scale, workspace),
+            "two kernels": lambda: attend_apart(*args, chunk[0], scale, workspace),
             "one kernel for all": lambda: paged_prefill_attention(
                 q, *cache, tables, slots, offsets, seq_lens, chunk[0], scale
             ),

@@ -182,27 +182,54 @@ def test_backends_agree(stage: str, backend: str) -> None:
     assert (scores[0] - scores[1]).abs().mean() < TOLERANCE
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-def test_nothing_is_compiled_in_service(stage: str, enforce_eager: bool) -> None:
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of the kernels that are compiled meanwhile."""
     from triton import knobs
 
-    options = {
-        "enforce_eager": enforce_eager,
-        "max_num_batched_tokens": 900,
-        "max_num_sequences": 70,
-    }
     compiled: list[str] = []
 
     def note(*args: Any, fn: Any = None, **kwargs: Any) -> None:
         compiled.append(getattr(fn, "name", str(fn)))
 
-    with engine(stage, **options) as one:
-        knobs.runtime.jit_cache_hook = note
-        try:
-            drive(one, mixed_requests(90, 4000, seed=1))
-            for count in (1, 2, 7, 17, 33, 65):
-                drive(one, mixed_requests(count, 4000, seed=count))
-        finally:
-            knobs.runtime.jit_cache_hook = None
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield compiled
+    finally:
+        knobs.runtime.jit_cache_hook = None
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_is_compiled_in_service(stage: str, enforce_eager: bool) -> None:
+    options = {
+        "enforce_eager": enforce_eager,
+        "max_num_batched_tokens": 900,
+        "max_num_sequences": 70,
+    }
+    with engine(stage, **options) as one, compilations() as compiled:
+        drive(one, mixed_requests(90, 4000, seed=1))
+        for count in (1, 2, 7, 17, 33, 65):
+            drive(one, mixed_requests(count, 4000, seed=count))
+    assert compiled == []
+
+
+@pytest.mark.parametrize("max_num_sequences", [1, 2, 3, 5])
+def test_few_decodes_beside_a_long_chunk_compile_nothing(max_num_sequences: int) -> None:
+    """In steps too large for graphs, with a tile of queries that leaves decodes no room."""
+    rng = random.Random(9)
+    options = {
+        "model": "qwen3-0.6b",
+        "load_format": "dummy",
+        "max_model_length": 8192,
+        "max_num_batched_tokens": 5000,
+        "max_num_sequences": max_num_sequences,
+    }
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = {
+        f"r{i}": ([rng.randrange(10_000) for _ in range(length)], params)
+        for i, length in enumerate([20, 4500, 4000, 20, 20, 4500])
+    }
+    with engine("02_batch_reorder", **options) as one, compilations() as compiled:
+        drive(one, requests)
     assert compiled == []

@@ -19,8 +19,8 @@ MAX_SCORED = 1024
 class Schedule:
     """What one step does: the scheduler's whole answer.
 
-    `sequences` in batch order. The first `num_decode_rows` have one token each and go to the
-    decode kernel; which rows a stage puts there is a choice of speed, not of meaning.
+    `sequences` in batch order. The first `num_decode_rows` have one token each, and attention
+    computes them as decodes; which rows a stage puts there is a choice of speed, not of meaning.
     """
 
     sequences: list[Sequence] = field(default_factory=list)

@@ -35,7 +35,7 @@ class StepShape:
     tokens: int
     rows: int
     decode_rows: int
-    """The first rows, one token each, for the decode kernel."""
+    """The first rows, one token each, which attention computes as decodes."""
 
 
 def graph_sizes(largest: int) -> list[int]:

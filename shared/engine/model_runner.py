@@ -285,6 +285,9 @@ class ModelRunner:
                 self._trunk_of_zeros([min(length, longest[0])], num_decode_rows=0)
             )
         most_rows = self.max_num_sequences
+        if decodes_in_front and min(most_rows, most_tokens) > 1:
+            # Beside a long chunk decodes are a launch of their own, however few.
+            self._trunk_of_zeros([1, min(longest[0], most_tokens - 1)], num_decode_rows=1)
         decodes = {min(rows, most_rows) for rows in (1, 2, *self.backend.rows_to_warm_up())}
         for rows in sorted(decodes | {most_rows}):
             self._trunk_of_zeros([1] * rows, num_decode_rows=rows)

@@ -132,7 +132,7 @@ def rows_block(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
 
 def rows_to_warm_up(max_rows: int, num_kv_heads: int, head_dim: int, num_sms: int) -> list[int]:
     """Numbers of rows that meet every compiled form of the kernel that up to max_rows rows can
-    meet. The largest of each: the fewest rows have a kernel of their own elsewhere."""
+    meet. The largest of each: as a batch of its own, the fewest rows have another kernel."""
     last = {}
     for rows in range(1, max_rows + 1):
         # Two-byte types: others have fewer forms.

@@ -57,8 +57,9 @@ def paged_mixed_attention(
 
     Two launches where the chunks are long enough for a tile that leaves decodes no room beside it.
     """
+    split = num_decode_rows
     if runs_on_triton(q) and not wants_wide_tile(
-        q, k_cache, seq_lens.shape[0] - num_decode_rows, max_query_len
+        q[split:], k_cache, seq_lens.shape[0] - split, max_query_len
     ):
         return paged_mixed_attention_triton(
             q,
@@ -68,10 +69,39 @@ def paged_mixed_attention(
             slots,
             cu_seqlens_q,
             seq_lens,
-            num_decode_rows,
+            split,
             scale,
             workspace,
         )
+    return attend_apart(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        slots,
+        cu_seqlens_q,
+        seq_lens,
+        split,
+        max_query_len,
+        scale,
+        workspace,
+    )
+
+
+def attend_apart(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_decode_rows: int,
+    max_query_len: int,
+    scale: float,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """The same, in a call for each kind."""
     split, out = num_decode_rows, torch.empty_like(q)
     paged_decode_attention(
         q[:split],

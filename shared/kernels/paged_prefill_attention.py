@@ -395,7 +395,7 @@ def prefers_wide_tile(num_tokens: int, num_heads: int, group: int, average_queri
 def wants_wide_tile(
     q: torch.Tensor, k_cache: torch.Tensor, num_rows: int, max_query_len: int
 ) -> bool:
-    """`prefers_wide_tile` for the arguments of a call."""
+    """`prefers_wide_tile` for num_rows rows whose queries are q."""
     num_tokens, num_heads, _ = q.shape
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
     average_queries = min(max_query_len, num_tokens // num_rows)

@@ -27,8 +27,8 @@ from shared.kernels.paged_prefill_attention import (
 class AttentionMetadata:
     """One batch, as attention sees it: R rows (sequences), T new tokens, S slots.
 
-    The first `num_decode_rows` rows have exactly one new token each and go to the decode kernel;
-    the rest go to the variable-length kernel.
+    The first `num_decode_rows` rows have exactly one new token each and are computed as decodes, by
+    pieces of their keys; the rest as chunks, by tiles of queries.
 
            row 0   row 1   row 2             row 3
         +-------+-------+-----------------+----------+

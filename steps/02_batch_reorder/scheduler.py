@@ -47,8 +47,8 @@ class Scheduler(ChunkedPrefillScheduler):  # type: ignore[misc, valid-type]
         return False
 
     def _combine(self, decodes: Schedule, prefills: Schedule) -> Schedule:
-        """Decodes in front, for the decode kernel; chunks behind, for the variable-length one. What
-        a row carries is looked up by its slot: its order in the batch changes nothing else."""
+        """Decodes in front, chunks behind: attention computes either in its own way. What a row
+        carries is looked up by its slot: its order in the batch changes nothing else."""
         if not prefills.sequences:
             decodes.preempted = decodes.preempted + prefills.preempted
             return decodes

@@ -218,6 +218,14 @@ def test_goodput_has_a_curve_for_each_engine(stored: Path) -> None:
     assert "From `bench/results/online_saturation.json`" in text
 
 
+def test_a_table_says_what_its_numbers_leave_out(stored: Path) -> None:
+    row = stored_row("00_a") | {"runs": [{"failed": 0}, {"failed": 3}], "error": "round 3: killed"}
+    (stored / "stages.json").write_text(json.dumps([row, stored_row("01_b")]))
+    table = expand("{{ results 00_a decode_gap against=01_b }}")
+    assert "| 2; 3 requests failed; round 3: killed |" in table
+    assert "| 1 |" in table
+
+
 def test_no_point_of_a_sweep_stands_for_its_stage(stored: Path) -> None:
     points = [stored_row("01_b", 7.0 * n, max_prefill_tokens_per_step=n) for n in (11, 13)]
     (stored / "sweep_budget_cpu.json").write_text(json.dumps(points))

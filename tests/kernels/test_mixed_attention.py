@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -8,11 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.kernels import paged_mixed_attention as module
-from shared.kernels.paged_decode_attention import DecodeWorkspace
+from shared.kernels.paged_decode_attention import DecodeWorkspace, rows_block
 from shared.kernels.paged_mixed_attention import (
+    attend_apart,
     paged_mixed_attention,
     paged_mixed_attention_triton,
 )
+from shared.kernels.paged_prefill_attention import wants_wide_tile
 from tests.kernels.paged_batch import PagedBatch, make_batch
 from tests.kernels.place import Place
 
@@ -40,7 +43,9 @@ def run(batch: PagedBatch, num_decode_rows: int, **changes: object) -> torch.Ten
     return paged_mixed_attention_triton(**{**arguments, **changes})
 
 
-def test_without_triton_each_kind_has_its_own_call() -> None:
+@pytest.mark.parametrize("function", [paged_mixed_attention, attend_apart])
+def test_in_one_call_and_in_two(function: Callable[..., torch.Tensor]) -> None:
+    """Of the references without Triton; of the kernels in its interpreter."""
     torch.manual_seed(0)
     batch = make_batch(
         [1, 1, 5, 40],
@@ -51,7 +56,7 @@ def test_without_triton_each_kind_has_its_own_call() -> None:
     )
     batch.k_cache.nan_to_num_()
     batch.v_cache.nan_to_num_()
-    out = paged_mixed_attention(
+    out = function(
         batch.q,
         batch.k_cache,
         batch.v_cache,
@@ -118,6 +123,34 @@ def test_padding_on_either_side(place: Place, poison_empty: None) -> None:
     place.assert_close(out, batch.exact)
     assert not out[0].any()
     assert not out[23:].any()
+
+
+@pytest.mark.parametrize(
+    "num_decodes, num_sms, group, rows_looked_at", [(9, 1, 3, 0), (9, 2, 5, 32), (40, 100, 1, 128)]
+)
+def test_every_way_to_find_a_split(
+    place: Place,
+    poison_empty: None,
+    num_decodes: int,
+    num_sms: int,
+    group: int,
+    rows_looked_at: int,
+) -> None:
+    assert rows_block(num_decodes, 1, num_sms) == rows_looked_at
+    batch = make_batch(
+        [1] * num_decodes + [20],
+        [17 * i % 90 for i in range(num_decodes)] + [30],
+        device=place.device,
+        dtype=place.dtype,
+        num_kv_heads=1,
+        group=group,
+        head_dim=16,
+        padding_rows=2,
+        padding_tokens=9,
+    )
+    workspace = make_workspace(batch, num_sms)
+    place.assert_close(run(batch, num_decodes, workspace=workspace), batch.exact)
+    assert not workspace.arrivals.any()
 
 
 def test_workspace_is_clean_after_every_call(place: Place) -> None:
@@ -191,7 +224,11 @@ class TestOnGpu:
     def test_long_contexts_and_either_tile(self, chunk: int) -> None:
         torch.manual_seed(0)
         place = Place(self.shapes["device"], torch.bfloat16)
-        batch = make_batch([1] * 5 + [chunk], [16000, 17, 0, 3000, 255, 1500], **self.shapes)
+        batch = make_batch(
+            [1] * 5 + [chunk], [16000, 17, 0, 3000, 255, 1500], num_kv_heads=8, **self.shapes
+        )
+        if torch.cuda.get_device_capability()[0] == 9:
+            assert wants_wide_tile(batch.q[5:], batch.k_cache, 1, chunk) == (chunk == 4000)
         out = paged_mixed_attention(
             batch.q,
             batch.k_cache,

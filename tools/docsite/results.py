@@ -135,6 +135,13 @@ def value(row: Row, metric: str, form: str) -> str:
     return text if low == high else f"{text} ({low}-{high})"
 
 
+def problems(row: Row) -> list[str]:
+    """What a row's numbers leave out: requests, or whole runs."""
+    failed = max((run.get("failed", 0) for run in row["runs"]), default=0)
+    notes = [f"{failed} requests failed"] if failed else []
+    return [*notes, row["error"]] if row.get("error") else notes
+
+
 def table(rows: Sequence[Row], metrics: Sequence[str], source: str) -> str:
     """Rows of one context, with the context below."""
     metrics = [m for m in metrics if any(m in row["medians"] for row in rows)]
@@ -150,7 +157,7 @@ def table(rows: Sequence[Row], metrics: Sequence[str], source: str) -> str:
             *(value(row, m, COLUMNS[m][1]) for m in metrics),
             "-" if floor is None else f"{floor:.1f}",
             settings(row),
-            str(len(row["runs"])) + (f"; {row['error']}" if row.get("error") else ""),
+            "; ".join([str(len(row["runs"])), *problems(row)]),
         ]
         lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
     commits = ", ".join(dict.fromkeys(commit(row) for row in rows))
