@@ -69,13 +69,13 @@ def _lengths_come_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchBackend, "forward", forward)
 
 
-def rehearse(engine: Any, stage: str) -> tuple[Rehearsed, Rehearsed]:
+def rehearse(engine: Any, stage: str, with_prefills: bool = True) -> tuple[Rehearsed, Rehearsed]:
     runner = engine.runner
     limits = runner.limits
     runner.shapes = StepShapes(
         limits.max_num_sequences,
         limits.max_num_batched_tokens,
-        with_prefills=True,
+        with_prefills=with_prefills,
         with_boundary=stage == "02_batch_reorder",
     )
     heads = [*range(1, limits.max_num_sequences, 3), limits.max_num_sequences]

@@ -14,12 +14,11 @@ import torch
 import steps
 from shared import SamplingParams
 from shared.config import FLASH_ATTN_BLOCK_SIZE
-from shared.engine.cuda_graphs import StepShapes
 from shared.kernels.paged_decode_attention import paged_decode_attention_reference
 from shared.kernels.paged_prefill_attention import paged_prefill_attention_reference
 from shared.layers.attention import ATTENTION_BACKENDS, FlashAttentionBackend
 from tests.engine_contract import assert_idle, drive, prompt_of, tokens_of
-from tests.test_cuda_graphs import Rehearsed
+from tests.test_cuda_graphs import rehearse
 
 
 def flash_attn_varlen_func(
@@ -88,20 +87,6 @@ def make_engine(stage: str, **options: Any) -> Any:
         return module.Engine(module.Config(**options))
 
 
-def rehearse_decodes(engine: Any) -> Rehearsed:
-    """Graphs of decodes alone, as this backend has them; see tests/test_cuda_graphs.py."""
-    runner, limits = engine.runner, engine.limits
-    runner.shapes = StepShapes(
-        limits.max_num_sequences,
-        limits.max_num_batched_tokens,
-        with_prefills=False,
-        with_boundary=engine.decodes_in_front,
-    )
-    trunk = Rehearsed(runner._graph_trunk, runner.shapes.all)
-    runner.graphs = (trunk, Rehearsed(runner._graph_head, range(1, limits.max_num_sequences + 1)))
-    return trunk
-
-
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("stage", steps.engines())
 def test_greedy_output_is_transformers(references: Any, stage: str, graphs: bool) -> None:
@@ -121,7 +106,8 @@ def test_greedy_output_is_transformers(references: Any, stage: str, graphs: bool
         max_num_batched_tokens=600,
         max_num_sequences=5,
     )
-    trunk = rehearse_decodes(engine) if graphs else None
+    # This backend has graphs of decodes alone.
+    trunk = rehearse(engine, stage, with_prefills=False)[0] if graphs else None
     outputs = drive(engine, requests)
     assert_idle(engine)
     assert engine.stats().preemptions > 0

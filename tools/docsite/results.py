@@ -375,7 +375,8 @@ def swept(name: str) -> str:
 
 
 def kernel_rows(operation: str, shape: str | None = None, implementation: str | None = None) -> str:
-    """What bench/results/kernels_*.json say about one kernel, or one shape of it."""
+    """What bench/results/kernels_*.json say about one kernel, one shape of it, or one
+    implementation of that."""
     parts = []
     for path in sorted(RESULTS.rglob("kernels_*.json")):
         report = json.loads(path.read_text())
