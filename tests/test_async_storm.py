@@ -82,7 +82,7 @@ def test_storm(seed: int, share_of_failures: float) -> None:
         max_num_sequences=rng.randrange(1, 7),
         budget=rng.randrange(1, 60),
         enable_prefix_caching=bool(seed % 3),
-        mixed_batch=rng.choice(["unified", "separate"]),
+        max_prefill_defer=rng.choice([0, 3]),
         max_prefill_chunk_size=rng.randrange(1, 60),
     )
     chance = random.Random(seed)
@@ -150,9 +150,9 @@ def test_storm(seed: int, share_of_failures: float) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("mixed_batch", ["unified", "separate"])
+@pytest.mark.parametrize("max_prefill_defer", [0, 3])
 @pytest.mark.parametrize("when", ["submit", "run", "read"])
-def test_every_step_may_fail_beside_the_one_in_flight(when: str, mixed_batch: str) -> None:
+def test_every_step_may_fail_beside_the_one_in_flight(when: str, max_prefill_defer: int) -> None:
     """Whichever step it is, and although the next one may be in flight: only sequences that were
     in it end, and all others get the tokens that they would have got, then and later."""
     prompts = {f"r{i}": [i % 2, *range(3, 5 + 3 * i)] for i in range(6)}
@@ -166,7 +166,7 @@ def test_every_step_may_fail_beside_the_one_in_flight(when: str, mixed_batch: st
             num_blocks=40,
             max_num_sequences=3,
             budget=16,
-            mixed_batch=mixed_batch,
+            max_prefill_defer=max_prefill_defer,
             max_prefill_chunk_size=6,
         )
         engine.runner = LazyRunner(engine.limits, fails)

@@ -1,9 +1,17 @@
-"""The options of this stage: those of stage 01."""
+"""The options of this stage: those of stage 02."""
 
 from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
 
 from steps import load
 
 
-class Config(load("01_chunked_prefill").Config):  # type: ignore[misc]
-    """Sizes of prefills, and how they share a step with decodes."""
+class Config(load("02_batch_reorder").Config):  # type: ignore[misc]
+    """Sizes of prefills, and how long they may let decodes have the step for themselves."""
+
+    max_prefill_defer: Annotated[int, Field(ge=0)] = 0
+    """Most steps in a row for which waiting prompts let the running decodes have the step for
+    themselves. None by default: a prompt that arrives waits for a step in flight already."""

@@ -1,4 +1,4 @@
-"""The engine of stage 05: that of stage 01, with a step in flight while the next is prepared."""
+"""The engine of stage 05: that of stage 02, with a step in flight while the next is prepared."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Engine(RequestSide):
     """Knows token ids only; text is the business of whoever drives it (LLM, a server)."""
 
     cuts_prompts = True
-    decodes_in_front = False
+    decodes_in_front = True
 
     def __init__(self, config: Config, runner: Runner | None = None) -> None:
         """`runner`: something else than the real model, for tests. Raises ValueError or OSError

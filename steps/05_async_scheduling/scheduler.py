@@ -1,4 +1,4 @@
-"""The scheduler of stage 01, one step ahead: what the step in flight samples is not known yet, only
+"""The scheduler of stage 02, one step ahead: what the step in flight samples is not known yet, only
 that it samples it."""
 
 from __future__ import annotations
@@ -7,15 +7,15 @@ from shared.engine.batch import Schedule
 from shared.engine.sequence import Sequence
 from steps import load
 
-ChunkedPrefillScheduler = load("01_chunked_prefill").Scheduler
+BatchReorderScheduler = load("02_batch_reorder").Scheduler
 
 
 class ResultsNeeded(Exception):
     """The next step depends on the results of the one in flight."""
 
 
-class Scheduler(ChunkedPrefillScheduler):  # type: ignore[misc, valid-type]
-    """Budget, chunks, admission and preemption are those of stage 01."""
+class Scheduler(BatchReorderScheduler):  # type: ignore[misc, valid-type]
+    """Budget, chunks, order, admission and preemption are those of stage 02."""
 
     # Sequences whose prompts the step in flight computes; None: nothing is in flight.
     _in_flight: list[Sequence] | None = None
