@@ -14,4 +14,4 @@ class Config(load("02_batch_reorder").Config):  # type: ignore[misc]
 
     max_prefill_defer: Annotated[int, Field(ge=0)] = 0
     """Most steps in a row for which waiting prompts let the running decodes have the step for
-    themselves. None by default: a prompt that arrives waits for a step in flight already."""
+    themselves. 0 by default: a prompt that arrives waits for a step in flight already."""
