@@ -60,7 +60,9 @@ class FakeEngine(RequestSide):
         self.block_manager = BlockManager(self.table, True)
         self.queues = Queues(self.table, self.block_manager)
         stage = steps.load("01_chunked_prefill")
-        self.scheduler = stage.Scheduler(self.config.wrapped, self.queues, self.block_manager)
+        # The engine that the front end would run may be another stage's, with other options.
+        its_own = self.config.wrapped.model_dump(include=set(stage.Config.model_fields))
+        self.scheduler = stage.Scheduler(stage.Config(**its_own), self.queues, self.block_manager)
         self.seeds = np.random.default_rng(0)
         self.num_steps = 0
 

@@ -17,7 +17,7 @@ from tests.fakes import VOCABULARY, Step, expected_output, fake_engine, run_to_e
 from tests.reference import Reference
 
 STAGE = "02_batch_reorder"
-# A later one keeps the order.
+# All whose mixed batches have decodes in front.
 STAGES = [name for name in steps.engines() if steps.load(name).Engine.decodes_in_front]
 
 
