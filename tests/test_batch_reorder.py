@@ -16,9 +16,9 @@ from tests.engine_contract import drive, prompt_of, tokens_of
 from tests.fakes import VOCABULARY, Step, expected_output, fake_engine, run_to_end, watch
 from tests.reference import Reference
 
-STAGE = "02_batch_reorder"
 # All whose mixed batches have decodes in front.
 STAGES = [name for name in steps.engines() if steps.load(name).Engine.decodes_in_front]
+pytestmark = pytest.mark.parametrize("stage", STAGES)
 
 
 def params(max_tokens: int) -> SamplingParams:
@@ -28,7 +28,6 @@ def params(max_tokens: int) -> SamplingParams:
 # The order
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @given(data=st.data())
 def test_decodes_stand_in_front(stage: str, data: st.DataObject) -> None:
     engine = fake_engine(
@@ -49,7 +48,6 @@ def test_decodes_stand_in_front(stage: str, data: st.DataObject) -> None:
         assert tokens[f"r{i}"] == expected_output([i] * length, 6, VOCABULARY)
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_order_of_admission_is_kept_on_either_side(stage: str) -> None:
     engine = fake_engine(stage, budget=10, max_prefill_chunk_size=3, max_prefill_defer=0)
     taken = watch(engine)
@@ -84,7 +82,6 @@ def any_params(rng: random.Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_row_keeps_its_own_sampling(
     references: Callable[[str], Reference], seed: int, stage: str
@@ -141,17 +138,17 @@ class Admissions:
 # Steps without prompts
 
 
-def decoding_engine(**options: Any) -> tuple[Any, list[Step]]:
+def decoding_engine(stage: str, **options: Any) -> tuple[Any, list[Step]]:
     """One decode runs."""
-    engine = fake_engine(STAGE, **options)
+    engine = fake_engine(stage, **options)
     engine.add_request("d", [1, 2], params(30))
     engine.step()
     return engine, watch(engine)
 
 
 @pytest.mark.parametrize("defer", [0, 1, 3, 7])
-def test_prompts_wait_for_a_few_steps_and_start_together(defer: int) -> None:
-    engine, taken = decoding_engine(max_prefill_defer=defer)
+def test_prompts_wait_for_a_few_steps_and_start_together(stage: str, defer: int) -> None:
+    engine, taken = decoding_engine(stage, max_prefill_defer=defer)
     for i in range(min(defer + 1, 4)):  # one more arrives before every step
         engine.add_request(f"p{i}", [3 + i] * 5, params(2))
         engine.step()
@@ -164,8 +161,8 @@ def test_prompts_wait_for_a_few_steps_and_start_together(defer: int) -> None:
     assert all(step.num_decode_rows == len(step.order) for step in taken[:defer])
 
 
-def test_nothing_waits_when_nothing_decodes() -> None:
-    engine = fake_engine(STAGE, max_prefill_defer=5)
+def test_nothing_waits_when_nothing_decodes(stage: str) -> None:
+    engine = fake_engine(stage, max_prefill_defer=5)
     taken = watch(engine)
     for i in range(3):
         engine.add_request(f"r{i}", [i] * 4, params(1))
@@ -173,8 +170,8 @@ def test_nothing_waits_when_nothing_decodes() -> None:
     assert [len(step.chunks) for step in taken] == [1, 1, 1]
 
 
-def test_prompts_that_fill_a_step_do_not_wait() -> None:
-    engine, taken = decoding_engine(max_prefill_defer=5, max_prefill_tokens_per_step=10)
+def test_prompts_that_fill_a_step_do_not_wait(stage: str) -> None:
+    engine, taken = decoding_engine(stage, max_prefill_defer=5, max_prefill_tokens_per_step=10)
     engine.add_request("a", [3] * 6, params(1))
     engine.step()
     assert taken[0].chunks == []
@@ -183,9 +180,9 @@ def test_prompts_that_fill_a_step_do_not_wait() -> None:
     assert taken[1].chunks == [("a", 0, 6), ("b", 0, 4)]
 
 
-def test_a_prompt_that_has_begun_goes_on() -> None:
+def test_a_prompt_that_has_begun_goes_on(stage: str) -> None:
     """Its steps are mixed anyway, so that others may join it at once."""
-    engine, taken = decoding_engine(max_prefill_defer=2, max_prefill_chunk_size=4)
+    engine, taken = decoding_engine(stage, max_prefill_defer=2, max_prefill_chunk_size=4)
     engine.add_request("long", [3] * 20, params(1))
     for _ in range(3):
         engine.step()
@@ -195,9 +192,9 @@ def test_a_prompt_that_has_begun_goes_on() -> None:
     assert chunks == [[], [], ["long"], ["long", "late"], ["long"], ["long"], ["long"]]
 
 
-def test_a_stream_of_prompts_is_never_starved() -> None:
+def test_a_stream_of_prompts_is_never_starved(stage: str) -> None:
     """One prompt per step, for long: none waits for more than max_prefill_defer steps."""
-    engine, taken = decoding_engine(max_prefill_defer=3)
+    engine, taken = decoding_engine(stage, max_prefill_defer=3)
     for i in range(24):
         engine.add_request(f"p{i}", [i, 5, 5], params(1))
         engine.step()

@@ -21,7 +21,13 @@ import steps
 from shared import EngineConfig, SamplingParams
 from shared.engine import model_runner
 from shared.engine.batch import Batch, SampleRows
-from shared.engine.cuda_graphs import CHUNK_ROWS, GraphedFunction, StepShape, StepShapes
+from shared.engine.cuda_graphs import (
+    CHUNK_ROWS,
+    MAX_GRAPH_TOKENS,
+    GraphedFunction,
+    StepShape,
+    StepShapes,
+)
 from shared.engine.model_runner import ModelRunner
 from shared.engine.step_plan import StepPlan
 from shared.layers.attention import AttentionMetadata, TorchBackend
@@ -76,7 +82,7 @@ def rehearse(engine: Any, stage: str, with_prefills: bool = True) -> tuple[Rehea
         limits.max_num_sequences,
         limits.max_num_batched_tokens,
         with_prefills=with_prefills,
-        with_boundary=stage == "02_batch_reorder",
+        with_boundary=steps.load(stage).Engine.decodes_in_front,
     )
     heads = [*range(1, limits.max_num_sequences, 3), limits.max_num_sequences]
     runner.graphs = (
@@ -117,10 +123,32 @@ class TestContractInGraphs(EngineContract):
         assert_idle(engine)
         assert any(s.decode_rows == s.rows for s in trunk.replayed)
         assert any(s.decode_rows == 0 for s in trunk.replayed)
-        if stage == "02_batch_reorder":
+        if engine.decodes_in_front:
             assert any(0 < s.decode_rows < s.rows for s in trunk.replayed)
         assert head.replayed
         engine.close()
+
+    def test_many_short_prompts_beside_decodes_replay(self, references: Any) -> None:
+        reference, rng = references("base"), random.Random(6)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        requests = {f"r{n}": (prompt_of(rng, 2), params) for n in range(CHUNK_ROWS + 7)}
+        late = list(requests.items())[4:]
+        with self.engine(
+            reference, max_num_batched_tokens=96, max_num_sequences=len(requests)
+        ) as engine:
+
+            def then_the_others_come(step: int) -> None:
+                while step == 3 and late:
+                    key, (prompt, params) = late.pop()
+                    engine.add_request(key, prompt, params)
+
+            outputs = drive(engine, dict(list(requests.items())[:4]), then_the_others_come)
+            (trunk, _) = engine.runner.graphs
+            # The only step of more tokens than the smallest shape: 4 decodes, 2 of each other.
+            (shape,) = {shape for shape in trunk.replayed if shape.tokens > 32}
+            assert (shape.tokens, shape.rows, shape.decode_rows) == (64, len(requests), 0)
+        for key, (prompt, _) in requests.items():
+            reference.assert_greedy(prompt, tokens_of(outputs[key, 0]))
 
 
 class Exchange:
@@ -267,15 +295,31 @@ def test_every_choice_holds_its_batch(max_rows: int, max_tokens: int, with_bound
         batch = batch_of(decodes, chunks)
         shape = shapes.fit(batch)
         if shape is None:
-            empty_rows = shapes._boundaries[-1]
-            most = min(max_tokens, 2048) - empty_rows
-            assert not chunks or len(chunks) > CHUNK_ROWS or batch.num_tokens > most
+            assert batch.num_tokens > min(max_tokens, MAX_GRAPH_TOKENS)
             continue
         assert shape in known
         padded = batch.with_decode_rows(shape.decode_rows)
         assert padded.num_tokens <= shape.tokens
         assert padded.num_rows <= shape.rows
         assert padded.num_decode_rows == shape.decode_rows
+
+
+@pytest.mark.parametrize(
+    "decodes, chunks, shape",
+    [
+        (3, [30] * 2, StepShape(128, 8 + CHUNK_ROWS, 8)),
+        (64, [30] * 16, StepShape(640, 128 + CHUNK_ROWS, 128)),
+        (40, [30] * 17, StepShape(640, 128, 0)),  # more chunks than a boundary has room for
+        (64, [2] * 65, StepShape(256, 512, 0)),
+        (130, [1800], StepShape(2048, 128 + CHUNK_ROWS, 128)),  # no tokens left for empty rows
+        (127, [1921], StepShape(2048, 128, 0)),
+    ],
+)
+def test_what_fits_behind_no_boundary_takes_a_graph_with_fewer_decodes_in_front(
+    decodes: int, chunks: list[int], shape: StepShape
+) -> None:
+    shapes = StepShapes(512, 16384, with_prefills=True, with_boundary=True)
+    assert shapes.fit(batch_of(decodes, chunks)) == shape
 
 
 def test_decodes_alone_always_have_a_graph() -> None:
@@ -298,4 +342,6 @@ def test_empty_decode_rows_move_nothing_else() -> None:
     assert padded.slot_mapping.tolist() == [0, 1, -1, -1, 2, 3, 4, 5]
     assert padded.samples.rows.tolist() == [0, 1, 4, 5]
     assert batch.with_decode_rows(2) is batch
+    fewer = batch.with_decode_rows(1)
+    assert replace(fewer, num_decode_rows=2) == batch
     assert padded.cu_seqlens_q.dtype == np.int32

@@ -94,8 +94,9 @@ class Batch:
         return self.seq_lens - np.diff(self.cu_seqlens_q)
 
     def with_decode_rows(self, count: int) -> Batch:
-        """The same work with empty decode rows behind the real ones, `count` in all: a CUDA graph
-        has the boundary to the other rows in one place.
+        """The same work with `count` decode rows: a CUDA graph has the boundary to the other rows
+        in one place. Too many decodes are rows like the others, behind the boundary; too few get
+        empty rows behind them.
 
         An empty row has one token of padding: token 0 at position 0, its KV to nowhere. What only
         the commit reads (owners, decoding) stays that of the real rows.
@@ -103,6 +104,8 @@ class Batch:
         old, more = self.num_decode_rows, count - self.num_decode_rows
         if not more:
             return self
+        if more < 0:
+            return replace(self, num_decode_rows=count)
 
         def pad(values: np.ndarray, value: int = 0) -> np.ndarray:
             return np.insert(values, old, np.full(more, value, values.dtype))

@@ -71,20 +71,23 @@ class StepShapes:
         self.all = sorted(shapes, key=lambda s: (s.tokens, s.rows, s.decode_rows))
 
     def fit(self, batch: Batch) -> StepShape | None:
-        """The smallest shape that holds the batch; None: no graph does."""
+        """The smallest shape that holds the batch, with as many decodes in front as one can have;
+        None: no graph does."""
         decodes, rows = batch.num_decode_rows, batch.num_rows
         if decodes == rows:
             size = _at_least(self._decodes, rows)
             return None if size is None else StepShape(size, size, size)
-        boundary = _at_least(self._boundaries, decodes)
-        if boundary is None:
-            return None
-        empty = boundary - decodes
-        tokens = _at_least(self._tokens, batch.num_tokens + empty)
-        shape_rows = _at_least([boundary + CHUNK_ROWS] if boundary else self._rows, rows + empty)
-        if tokens is None or shape_rows is None:
-            return None
-        return StepShape(tokens, shape_rows, boundary)
+        # Padding up to the next boundary keeps every decode in front of it. Where that takes too
+        # many rows or tokens, some decodes go behind one: slower attention, but still one launch.
+        above = bisect_left(self._boundaries, decodes)
+        for boundary in (*self._boundaries[above : above + 1], *self._boundaries[:above][::-1]):
+            empty = max(boundary - decodes, 0)
+            tokens = _at_least(self._tokens, batch.num_tokens + empty)
+            behind = [boundary + CHUNK_ROWS] if boundary else self._rows
+            shape_rows = _at_least(behind, rows + empty)
+            if tokens is not None and shape_rows is not None:
+                return StepShape(tokens, shape_rows, boundary)
+        return None
 
     def describe(self) -> str:
         text = f"decodes: {len(self._decodes)} sizes to {self._decodes[-1]} rows"
